@@ -1,0 +1,51 @@
+"""Everything that can go wrong by contract, each with the facts a person needs to act on it."""
+
+from __future__ import annotations
+
+
+class ManyhandsError(Exception):
+    """Root of the errors this library raises on purpose."""
+
+
+class Refused(ManyhandsError, ValueError):
+    """A setting that cannot work, refused before the first step; the message names the value and the bound."""
+
+
+class PeerLost(ManyhandsError):
+    """A rank died, was stopped or cut off; `why` says which, or "left" after a clean exit."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} is lost: {why}")
+        self.rank = rank
+        self.why = why
+
+
+class ChangedInFlight(ManyhandsError):
+    """A sender wrote into a tensor that it had lent and that its receiver had not released yet."""
+
+    def __init__(self, rank: int, tag: object) -> None:
+        super().__init__(f"rank {rank} changed a tensor sent as {tag} before its receiver released it")
+        self.rank = rank
+
+
+class Deadlock(ManyhandsError):
+    """Nobody can ever go on; the message lists who waits for what."""
+
+
+class MayNotWait(ManyhandsError):
+    """A wait inside a backward pass or under a torch mode that would leak into another rank."""
+
+
+class Diverged(ManyhandsError):
+    """A loss that is not a finite number; the run stops and names where it was seen."""
+
+    def __init__(self, rank: int, step: int, loss: float) -> None:
+        super().__init__(f"the loss is {loss} on rank {rank} at step {step}: training diverged (try a smaller lr)")
+        self.rank = rank
+        self.step = step
+
+
+def refuse_unless(holds: bool, name: str, value: object, bound: str) -> None:
+    """Refuse `value` of setting `name` unless `holds`; the one wording of all such messages."""
+    if not holds:
+        raise Refused(f"{name} is {value}, but must be {bound}")

@@ -1,0 +1,244 @@
+"""The nouns of the house and their contracts. A method is written against these and nothing else.
+
+The port is `Transport`. Two worlds stand behind it: real processes and a virtual cluster. What a
+method may rely on in both:
+
+order      messages from one rank to another arrive in the order sent, whatever their tag or size
+ownership  `send` lends its tensors until the receiver calls `release()` or `keep()`; a lane (receiver
+           and tag name) has a credit, and `send` waits only when that is used up
+loss       a dead peer is an event: `recv(frm=k)` raises `PeerLost` once k's queued messages are read,
+           `recv()` from ANY once per activity and lost rank; what is sent to a lost rank is dropped
+hooks      inside a backward pass one may send, never wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from manyhands.core.worker import Worker
+
+ANY = -1
+"""Receive from whoever sends first."""
+
+Meta = tuple[Any, ...]
+"""The small part of a message: numbers and strings."""
+
+
+class Tag(NamedTuple):
+    """What a message is about. `key` tells messages of one kind apart (a mini-batch, a round)."""
+
+    name: str
+    key: int = 0
+    credit: int = 2
+
+    def of(self, key: int) -> Tag:
+        """The same kind of message, for another key."""
+        return self._replace(key=key)
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.key}]" if self.key else self.name
+
+
+class Message(Protocol):
+    """What `recv` gives: the tensors belong to the sender until `release` or `keep`."""
+
+    frm: int
+    tag: Tag
+    meta: Meta
+    tensors: tuple[Tensor, ...]
+
+    def release(self) -> None:
+        """Give the tensors and the credit back to the sender; a second call does nothing."""
+
+    def keep(self) -> tuple[Tensor, ...]:
+        """Copy the tensors, release the message, return the copies."""
+
+
+class Activity(Protocol):
+    """Something a rank does beside its main program."""
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+
+
+class Collective(Protocol):
+    """An operation in which every rank of a group takes part."""
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace `x` by the sum of all ranks' `x`, in place."""
+
+
+class Transport(Protocol):
+    """One rank's way to all others. Every word of it is a contract tested in both worlds."""
+
+    rank: int
+    size: int
+    role: str
+    host: int
+    hosts: Sequence[int]
+    """The host of every rank."""
+
+    def send(
+        self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False
+    ) -> None:
+        """Lend `tensors` to rank `to`. With `latest` an unread message of this lane is replaced."""
+
+    def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> Message | None:
+        """The first message with one of `tags` from `frm`; None when `timeout` seconds have passed."""
+
+    def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeroed memory that a peer of this host can read in place."""
+
+    def shared(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """One zeroed memory for all ranks of this host that ask for the same name."""
+
+    def lock(self, name: str) -> AbstractContextManager[None]:
+        """A mutex of this host, freed when its holder dies."""
+
+    def spawn(self, activity: Callable[[], None], *, daemon: bool = False) -> Activity:
+        """Run `activity` beside the main program. A daemon does not keep the job alive."""
+
+    def spend(self, seconds: float, *, moving: bool = False) -> None:
+        """Occupy a core for `seconds` of a reference core; `moving` says it moves bytes, not numbers."""
+
+    def flush(self) -> None:
+        """Wait until everything sent has left this rank."""
+
+    def leave(self) -> None:
+        """A clean exit: from now on this rank is neither alive nor lost."""
+
+    def now(self) -> float:
+        """Seconds since the job began."""
+
+    def peers(self, role: str | None = None) -> Sequence[int]:
+        """The other ranks that are neither lost nor gone, in order."""
+
+    def collective(self, group: Sequence[int]) -> Collective:
+        """The world's native collectives over `group`."""
+
+
+def recv(transport: Transport, *tags: Tag, frm: int = ANY) -> Message:
+    """`transport.recv` without a timeout, which therefore always gives a message."""
+    message = transport.recv(*tags, frm=frm)
+    assert message is not None
+    return message
+
+
+class Standing(NamedTuple):
+    """Where one worker stands at a shard when it wants to read."""
+
+    clock: int
+    slowest: int
+    version: int
+    waiting: bool
+    """Whether a gradient of this worker is still pending."""
+
+
+class Consistency(Protocol):
+    """When do workers agree? A few yes/no questions that a shard asks."""
+
+    scope: ClassVar[Literal["shard", "job"]]
+    merges: ClassVar[bool]
+    """Whether pending gradients make one update (their mean) or one update each."""
+    bounds_clocks: ClassVar[bool]
+    """Whether the lag it speaks of is the gap between clocks (else the age of a gradient in versions)."""
+    tolerates_loss: ClassVar[bool]
+
+    def ready(self, pending: int, alive: int) -> bool:
+        """May the pending gradients be applied?"""
+
+    def admit(self, me: Standing) -> bool:
+        """May this worker read now?"""
+
+
+State = dict[str, Tensor]
+"""What a rule remembers: tensors shaped like the weights, so that they can be cut like them."""
+
+
+@dataclass(slots=True)
+class At:
+    """Where and when a rule is applied."""
+
+    weights: Tensor
+    state: State = field(default_factory=dict)
+    updates: int = 1
+    """Which update of these weights this is, from 1."""
+    samples: int = 0
+    """Samples the job has consumed so far: schedules are functions of this."""
+    lag: int = 0
+    rank: int = 0
+    count: int = 1
+    """How many gradients were merged into this one."""
+    seen: Tensor | None = None
+    """The weights the gradient was computed at, if the rule needs them."""
+
+
+class Rule(Protocol):
+    """How is an update applied? A function from gradient to step, living where the weights live."""
+
+    elementwise: bool
+    """Whether the weights may be cut anywhere without changing the result."""
+    needs: frozenset[str]
+
+    def init(self, weights: Tensor) -> State:
+        """The fresh state for these weights."""
+
+    def __call__(self, g: Tensor, at: At) -> Tensor | None:
+        """The step to add to `at.weights`; None if the rule has moved them itself. May overwrite `g`."""
+
+
+class Codec(Protocol):
+    """What do workers send? Knobs only; memory is a vector in parameter coordinates, cut by span."""
+
+    def memory(self, like: Tensor) -> Tensor | None:
+        """The zeroed memory for a vector like this one, if the codec remembers anything."""
+
+    def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
+        """What travels instead of `x`; updates `memory` in place."""
+
+    def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
+        """Write what the receiver makes of it into `out`."""
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """How many bytes travel for a vector of this size."""
+
+
+Batch = tuple[Tensor, ...]
+Weights = Mapping[str, Tensor]
+
+
+class Strategy(Protocol):
+    """One way of training: a dataclass of knobs with the loops of a worker and of a server."""
+
+    lockstep: ClassVar[bool]
+    """Whether every worker takes the same number of steps (else they draw from one common budget)."""
+    one_host: ClassVar[bool]
+    """Whether it works only among ranks that share memory."""
+
+    def replicas(self, workers: int) -> int:
+        """How many copies of the whole model these workers hold."""
+
+    def check(self, workers: int, servers: int, batch_size: int, model: torch.nn.Module) -> None:
+        """Refuse what cannot work, before anything is started."""
+
+    def setup(self, w: Worker) -> None:
+        """Make this rank's state; all of it is listed here."""
+
+    def step(self, w: Worker, batch: Batch) -> float | None:
+        """Consume one mini-batch; return the newest known loss."""
+
+    def finish(self, w: Worker) -> None:
+        """Hand over what is still in flight."""
+
+    def serve(self, w: Worker) -> None:
+        """The main program of a server rank."""
+
+    def answer(self, w: Worker) -> Weights | None:
+        """The weights to evaluate and save, on the leading rank; every worker takes part."""
