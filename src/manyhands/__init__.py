@@ -1,0 +1,75 @@
+"""manyhands: train one network with many workers, by every method the literature knows, on one interface.
+
+Here are the public names and nothing else. They are imported when first used, so that asking the command
+line for help does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manyhands import splits
+    from manyhands.catalog import ad_psgd, bsp, bsp_server, downpour, easgd, gpipe, hogwild, pipedream, ssp
+    from manyhands.core.errors import ChangedInFlight, Deadlock, Diverged, ManyhandsError, PeerLost, Refused
+    from manyhands.core.task import Task
+    from manyhands.jobs import train
+    from manyhands.result import Result
+    from manyhands.virtual.cluster import Cluster
+    from manyhands.virtual.faults import CutLink, Die, Slow, SlowLink, Stop
+    from manyhands.virtual.world import on_ranks
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "manyhands.catalog": ["ad_psgd", "bsp", "bsp_server", "downpour", "easgd", "gpipe", "hogwild", "pipedream", "ssp"],
+    "manyhands.core.errors": ["ChangedInFlight", "Deadlock", "Diverged", "ManyhandsError", "PeerLost", "Refused"],
+    "manyhands.core.task": ["Task"],
+    "manyhands.jobs": ["train"],
+    "manyhands.result": ["Result"],
+    "manyhands.splits": ["splits"],
+    "manyhands.virtual.cluster": ["Cluster"],
+    "manyhands.virtual.faults": ["CutLink", "Die", "Slow", "SlowLink", "Stop"],
+    "manyhands.virtual.world": ["on_ranks"],
+}
+"""The module of every public name."""
+
+__all__ = [
+    "ChangedInFlight",
+    "Cluster",
+    "CutLink",
+    "Deadlock",
+    "Die",
+    "Diverged",
+    "ManyhandsError",
+    "PeerLost",
+    "Refused",
+    "Result",
+    "Slow",
+    "SlowLink",
+    "Stop",
+    "Task",
+    "ad_psgd",
+    "bsp",
+    "bsp_server",
+    "downpour",
+    "easgd",
+    "gpipe",
+    "hogwild",
+    "on_ranks",
+    "pipedream",
+    "splits",
+    "ssp",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            module = import_module(home)
+            return module if home == f"manyhands.{name}" else getattr(module, name)
+    raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

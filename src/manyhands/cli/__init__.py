@@ -1,0 +1,95 @@
+"""The command line: one file per verb. Answers that need no training need no torch either."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from manyhands.cli.usage import HelpShown, unknown
+from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused
+
+VERBS = {
+    "train": ("train", "train a task with one method"),
+    "list": ("listing", "all methods, their families and papers"),
+    "explain": ("explain", "one method's card: what it does, its knobs, paper and loops"),
+    "bench": ("bench", "measure this installation against its goals"),
+    "env": ("env", "versions and machine: what to paste into a bug report"),
+}
+"""Each verb's file and what it does."""
+
+CODES = ((Refused, 2), (PeerLost, 3), (Diverged, 4), (Exception, 1))
+"""The exit code of each error, the first that fits; 0 is done, 130 interrupted."""
+
+HELP = """usage: manyhands VERB [OPTIONS]
+
+Train one neural network with many workers, by many methods, on one interface.
+
+verbs:
+{verbs}
+
+options:
+  -h, --help   help for manyhands or, after a verb, for that verb
+  --version    the version
+  --debug      show where an error came from
+
+examples:
+  manyhands list
+  manyhands explain ssp
+  manyhands train ssp --virtual --workers 8 --staleness 3
+  manyhands train downpour --virtual --cluster cluster.toml --json
+
+exit codes: 0 done, 1 error, 2 bad usage or refused, 3 a peer was lost, 4 training diverged, 130 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit code says how it went."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _answer([word for word in words if word != "--debug"], debug="--debug" in words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _answer(words: list[str], debug: bool) -> int:
+    try:
+        return _run(words)
+    except HelpShown as shown:
+        print(str(shown).rstrip())
+        return 0
+    except KeyboardInterrupt:
+        print("manyhands: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        print(f"manyhands: {_words(error)}", file=sys.stderr)
+        return next(code for kind, code in CODES if isinstance(error, kind))
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        raise HelpShown(HELP.format(verbs="\n".join(f"  {verb:<9}  {about}" for verb, (_, about) in VERBS.items())))
+    if words[0] == "--version":
+        from manyhands.cli.env import version
+
+        raise HelpShown(f"manyhands {version('manyhands') or 'unknown'}")
+    if words[0] not in VERBS:
+        raise unknown("verb", words[0], VERBS)
+    code: int = importlib.import_module(f"manyhands.cli.{VERBS[words[0]][0]}").run(words[1:])
+    return code
+
+
+def _words(error: Exception) -> str:
+    """The error in one line; an error nobody foresaw says its kind."""
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, ManyhandsError):
+        return f"{error}{notes}"
+    return f"{type(error).__name__}: {error}{notes}; --debug shows where"

@@ -1,0 +1,7 @@
+"""When do workers agree?"""
+
+from manyhands.consistency.bulk import Bulk
+from manyhands.consistency.free import Free
+from manyhands.consistency.stale import Stale
+
+__all__ = ["Bulk", "Free", "Stale"]

@@ -84,6 +84,8 @@ class Transport(Protocol):
     host: int
     hosts: Sequence[int]
     """The host of every rank."""
+    bytes_sent: int
+    """Bytes of tensors this rank has sent to others."""
 
     def send(
         self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False
@@ -112,10 +114,13 @@ class Transport(Protocol):
         """Wait until everything sent has left this rank."""
 
     def leave(self) -> None:
-        """A clean exit: from now on this rank is neither alive nor lost."""
+        """A clean exit, once this rank's own activities have ended: from now on it is neither alive nor lost."""
 
     def now(self) -> float:
         """Seconds since the job began."""
+
+    def waited(self) -> float:
+        """Seconds the main program of this rank has waited for others."""
 
     def peers(self, role: str | None = None) -> Sequence[int]:
         """The other ranks that are neither lost nor gone, in order."""
@@ -186,6 +191,8 @@ class Rule(Protocol):
     elementwise: bool
     """Whether the weights may be cut anywhere without changing the result."""
     needs: frozenset[str]
+    """What it cannot do without: "seen" (the weights a gradient was computed at), "owner" (it remembers things
+    itself, so one process must apply all updates)."""
 
     def init(self, weights: Tensor) -> State:
         """The fresh state for these weights."""

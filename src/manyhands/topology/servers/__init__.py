@@ -1,0 +1,59 @@
+"""Parameter servers: who keeps the weights, and how a worker reaches them.
+
+server ranks          shard k is kept by the k-th server
+workers on one host   shards lie in the host's shared memory, one per worker (if the rule can be shared)
+otherwise             shard k is kept by an activity of the k-th worker
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from manyhands.core.flat import Span
+from manyhands.core.holding import Holding
+from manyhands.core.protocols import Codec, Consistency, Rule
+from manyhands.core.worker import Worker
+from manyhands.topology.servers.lane import Lane
+from manyhands.topology.servers.ledger import Ledger
+from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
+from manyhands.topology.servers.shard import Shard
+from manyhands.topology.servers.shared import SharedLane
+from manyhands.topology.servers.sharding import Sharding, cut
+
+__all__ = ["Lane", "Sharding", "connect", "serve"]
+
+
+def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> list[Lane]:
+    """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
+    if not rule.elementwise:
+        how = "layer"
+    me = w.workers.index(w.rank)
+    lanes: list[Lane]
+    if w.servers:
+        shards = cut(w.flat, how, len(w.servers))
+        lanes = [MessageLane(w, rank, spans) for rank, spans in zip(w.servers, shards, strict=True)]
+    else:
+        shards = cut(w.flat, how, len(w.workers), at_most=True)
+        one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
+        if one_host and "owner" not in rule.needs:
+            lanes = [SharedLane(w, number, spans, when, rule, codec) for number, spans in enumerate(shards)]
+        else:
+            lanes = [MessageLane(w, w.workers[number], spans) for number, spans in enumerate(shards)]
+            if me < len(shards):
+                w.transport.spawn(_keeper(w, shards[me], when, rule, codec).serve)
+    start = me % len(lanes)
+    return lanes[start:] + lanes[:start]
+
+
+def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> None:
+    """The main program of a server rank."""
+    shards = cut(w.flat, how if rule.elementwise else "layer", len(w.servers))
+    _keeper(w, shards[w.servers.index(w.rank)], when, rule, codec).serve()
+
+
+def _keeper(w: Worker, spans: list[Span], when: Consistency, rule: Rule, codec: Codec) -> Keeper:
+    own = partial(Holding, places=w.flat.places, rule=rule)
+    weights = [w.flat.weights(span) for span in spans]
+    holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]
+    ledger = Ledger(len(w.workers), 0)
+    return Keeper(w, Shard(holdings, when, ledger, LentInbox(codec), w.batch_size))

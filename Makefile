@@ -1,0 +1,37 @@
+# `make demo` and `make test` set up everything they need in .venv, once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test lint types docs bench clean
+
+demo: $(READY)
+	$(BIN)/manyhands train ssp --task digits --virtual --workers 4 --seed 0
+
+test: lint types
+	$(BIN)/pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY)
+	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+bench: $(READY)
+	$(BIN)/manyhands bench virtual
+
+# What can be made again. Records in runs/ stay, and so does .venv.
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
+	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt hatch_build.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install torch==2.13.0
+	$(BIN)/pip install -e '.[dev]' -c constraints.txt
+	touch $@

@@ -1,0 +1,74 @@
+"""Write docs/methods/ from the recipes' docstrings: `make docs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from manyhands.cli.index import Knob, Method, methods
+
+FOLDER = Path(__file__).resolve().parent / "methods"
+NOTE = "<!-- Written by `make docs` from the docstring in src/manyhands/catalog/. Change that one. -->"
+
+
+def pages() -> dict[str, str]:
+    """All pages by file name."""
+    found = methods()
+    return {"README.md": overview(list(found.values()))} | {f"{name}.md": page(found[name]) for name in found}
+
+
+def overview(found: list[Method]) -> str:
+    """The table of all methods."""
+    rows = [f"| [{m.name}]({m.name}.md) | {m.family} | {cell(m.card.summary)} | {cell(m.card.paper)} |" for m in found]
+    return "\n".join(
+        [NOTE, "# Methods\n", "| method | family | what it does | paper |", "|---|---|---|---|", *rows, ""]
+    )
+
+
+def page(method: Method) -> str:
+    """One method's card."""
+    card = method.card
+    recipe = method.recipe.relative_to(method.package)
+    return "\n".join(
+        [
+            f"{NOTE}\n# {method.name}\n\n{card.summary}\n",
+            f"```text\n{card.text}\n```\n",
+            "## Knobs\n",
+            *(["| knob | type | default | meaning |", "|---|---|---|---|", *map(row, method.knobs)] or ["None."]),
+            f"\n## Paper\n\n{card.paper}\n",
+            "## Read the code\n",
+            *[f"- `{loop.name}` in {source(loop.path)}" for loop in card.loops],
+            f"- the recipe, `{method.function}`, in {source(str(recipe))}\n",
+            f"## Try it\n\n```\nmanyhands train {method.name} --virtual\nmanyhands explain {method.name}\n```\n",
+        ]
+    )
+
+
+def row(knob: Knob) -> str:
+    """One knob in the table."""
+    default = "required" if knob.required else f"`{knob.default}`"
+    return f"| `{knob.name}` | `{cell(knob.annotation)}` | {cell(default)} | {cell(knob.help)} |"
+
+
+def source(path: str) -> str:
+    """A link from docs/methods/ to a file of the package."""
+    return f"[`{path}`](../../src/manyhands/{path})"
+
+
+def cell(text: str) -> str:
+    """Text that does not end its cell."""
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """Make the folder hold exactly these pages."""
+    FOLDER.mkdir(exist_ok=True)
+    written = pages()
+    for old in FOLDER.glob("*.md"):
+        if old.name not in written:
+            old.unlink()
+    for name, text in written.items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Pipelines: every worker has some layers, and mini-batches stream through them."""
+
+from __future__ import annotations
+
+from manyhands.core.protocols import Rule
+from manyhands.rules import Sgd
+from manyhands.splits import schedules
+from manyhands.splits.versions import Latest, Stash
+from manyhands.strategies.pipeline import Pipeline
+
+
+def gpipe(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
+    """GPipe: a mini-batch is cut into micro-batches that follow each other through the stages, then one update.
+
+    split: layers. when: a flush after every mini-batch. who: the neighbouring stages. what: activations and
+    errors. how: any rule, on the stage's own weights.
+
+        F(0) .. F(M-1), then B(0) .. B(M-1);  w <- w - eta (1/M) sum_m g_m
+
+    Equal to SGD on one machine, for any M. The stages idle (K-1)/(M+K-1) of the time. A lost worker ends
+    the run.
+
+    Reference: Y. Huang et al., GPipe: efficient training of giant neural networks, 2019, arXiv:1811.06965
+    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act; splits/schedules/gpipe.py gpipe
+
+    Args:
+        micro_batches: M, into how many parts a mini-batch is cut; it must divide the batch size.
+        lr: eta, the learning rate.
+        rule: how a stage applies its gradient, instead of SGD with lr.
+    """
+    return Pipeline(rule or Sgd(lr), schedules.gpipe, Latest, micro_batches)
+
+
+def pipedream(lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
+    """PipeDream: one forward, one backward in turn, an update after each, and no flush.
+
+    split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
+    rule, on the stage's own newest weights.
+
+        F(m) with the newest weights, which are stashed; B(m) with the stashed ones
+        w_s <- w_s - eta grad f(w_1 of K-1 updates ago, ..., w_K of now)
+
+    All stages are busy once the pipeline is full. A lost worker ends the run.
+
+    Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
+    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act; splits/schedules/one_f_one_b.py one_f_one_b; splits/versions/stash.py Stash
+
+    Args:
+        lr: eta, the learning rate.
+        rule: how a stage applies its gradient, instead of SGD with lr.
+    """
+    return Pipeline(rule or Sgd(lr), schedules.one_f_one_b, Stash, None)

@@ -1,0 +1,41 @@
+"""In between: workers may run ahead of each other, but not too far."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from manyhands.codecs import Raw
+from manyhands.consistency import Stale
+from manyhands.core.protocols import Codec, Rule
+from manyhands.rules import Sgd
+from manyhands.strategies.server import Server
+
+
+def ssp(
+    staleness: int = 3,
+    lr: float = 0.1,
+    rule: Rule | None = None,
+    codec: Codec | None = None,
+    shard: Literal["size", "layer"] = "size",
+) -> Server:
+    """Stale synchronous parallel: a worker may be ahead of the slowest one by a bounded number of clocks.
+
+    split: data. when: stale(s). who: parameter-server shards. what: any codec. how: any rule, at the shard.
+
+        worker at clock c: pull w (waits while c - slowest clock > s); push g; c <- c + 1
+        shard:             w <- w - eta g, every worker's update in full (a sum, not a mean)
+
+    A worker sees every update up to clock c - s - 1, all of its own, and perhaps newer ones. With s = 0 it
+    is bsp with eta P; with s unbounded it is total asynchrony. A lost worker no longer holds anyone up.
+
+    Reference: Q. Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, 2013
+    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve; topology/servers/shard.py Shard.push; topology/servers/shard.py Shard.pull; consistency/stale.py Stale
+
+    Args:
+        staleness: s, how many clocks a worker may be ahead of the slowest one.
+        lr: eta, the learning rate.
+        rule: how a gradient is applied, instead of SGD with lr.
+        codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
+        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+    """
+    return Server(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard)

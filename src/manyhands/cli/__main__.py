@@ -1,0 +1,7 @@
+"""`python -m manyhands.cli` is `manyhands`."""
+
+import sys
+
+from manyhands.cli import main
+
+sys.exit(main())

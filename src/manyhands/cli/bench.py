@@ -1,0 +1,102 @@
+"""`manyhands bench NAME`: runs one benchmark and holds its numbers against their goals.
+
+A benchmark is a module in `benchmarks/` with `run(progress) -> [{"name": ..., "value": ..., "goal": ">= 100000"}]`;
+what it measures is the first line of its docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import operator
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from manyhands.cli.env import machine
+from manyhands.cli.index import PACKAGE
+from manyhands.cli.output import print_json, print_table
+from manyhands.cli.usage import parse, unknown
+from manyhands.core.errors import ManyhandsError
+from manyhands.report.progress import Progress, choose
+
+ABOUT = """Measure this installation against its goals; without a name, list the benchmarks.
+
+examples:
+  manyhands bench
+  manyhands bench virtual --json"""
+
+BOUNDS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+
+
+@dataclass
+class Options:
+    """What `bench` takes.
+
+    Args:
+        name: a benchmark; none: list them.
+        json: print one object: bench, results, machine.
+    """
+
+    name: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]")] = None
+    json: bool = False
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run it, or say which there are."""
+    options = parse(Options, argv, "bench", ABOUT)
+    known = benchmarks()
+    if options.name is None:
+        about = [{"name": name, "about": _about(path)} for name, path in known.items()]
+        print_json(about) if options.json else print_table(("benchmark", "measures"), [list(b.values()) for b in about])
+        return 0
+    if options.name not in known:
+        raise unknown("benchmark", options.name, known)
+    results = measure(known[options.name], choose())
+    if options.json:
+        print_json({"bench": options.name, "results": results, "machine": machine()})
+    else:
+        rows = [[result.get(key, "") for key in ("name", "value", "goal")] + [_verdict(result)] for result in results]
+        print_table(("what", "value", "goal", ""), rows)
+    return 0
+
+
+def benchmarks(package: Path = PACKAGE) -> dict[str, Path]:
+    """The benchmarks by name: inside an installed package, else beside its source."""
+    folder = package / "benchmarks"
+    if not folder.is_dir():
+        folder = package.parent.parent / "benchmarks"
+    return {path.stem: path for path in sorted(folder.glob("*.py")) if not path.name.startswith("_")}
+
+
+def measure(path: Path, progress: Progress) -> list[dict[str, Any]]:
+    """Run one benchmark; each result learns whether its goal was met."""
+    name = f"manyhands_benchmark_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ManyhandsError(f"cannot load the benchmark {path}")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    try:
+        return [{**result, "met": met(result)} for result in module.run(progress)]
+    finally:
+        progress.stop()
+
+
+def met(result: dict[str, Any]) -> bool | None:
+    """Whether the value is within its goal; None if there is no goal."""
+    sign, _, bound = str(result.get("goal") or "").partition(" ")
+    return bool(BOUNDS[sign](result["value"], float(bound))) if sign in BOUNDS else None
+
+
+def _verdict(result: dict[str, Any]) -> str:
+    return {True: "met", False: "missed", None: ""}[result["met"]]
+
+
+def _about(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]

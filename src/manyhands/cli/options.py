@@ -1,0 +1,99 @@
+"""The options of `manyhands train METHOD`: the knobs of one recipe, and what every run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+from manyhands.cli import parts
+from manyhands.cli.index import Knob, Method, methods
+from manyhands.cli.usage import parse, unknown
+from manyhands.core.errors import Refused
+
+ABOUT = """{summary}
+
+examples:
+  manyhands train {name} --virtual
+  manyhands train {name} --virtual --workers 8 --epochs 5 --seed 1 --json
+  manyhands train {name} --cluster cluster.toml --task mnist --data data/mnist
+{knobs}
+paper, equations and loops: manyhands explain {name}"""
+
+
+def _option(text: str, default: str | None = None, metavar: str | None = None) -> Any:
+    return arg(help=text, metavar=metavar, help_behavior_hint=None if default is None else f"(default: {default})")
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Whatever the method."""
+
+    task: Annotated[str, _option("digits, mnist, text, regression, vgg16, or your own as module:function")] = "digits"
+    workers: Annotated[int | None, _option("how many workers", "4, or the cluster file's", "INT")] = None
+    servers: Annotated[int | None, _option("how many servers of their own", "0, or the cluster file's", "INT")] = None
+    steps: Annotated[int | None, _option("updates of workers x batch size samples", "see --epochs", "INT")] = None
+    epochs: Annotated[float | None, _option("passes over the data", "the task's", "FLOAT")] = None
+    batch_size: Annotated[int | None, _option("samples per worker and step", "the task's", "INT")] = None
+    seed: Annotated[int, _option("fixes the initial weights, the data order and all chance")] = 0
+    virtual: FlagCreatePairsOff[Annotated[bool, _option("train in a virtual cluster, in virtual time", "no")]] = False
+    cluster: Annotated[Path | None, _option("a TOML file that describes a virtual cluster", "none", "FILE")] = None
+    data: Annotated[Path | None, _option("where the task's files are", "none", "PATH")] = None
+    out: Annotated[Path | None, _option("where the record goes", "runs/METHOD-TASK-TIME", "DIR")] = None
+    json: FlagCreatePairsOff[Annotated[bool, _option("print one JSON object instead of a summary", "no")]] = False
+
+
+def read_method(text: str) -> tuple[Method, list[str]]:
+    """The method of `ssp` or `ssp:staleness=3,codec=half`, and the knobs after the colon as options."""
+    name, _, settings = text.partition(":")
+    known = methods()
+    if name not in known:
+        raise unknown("method", name, known)
+    return known[name], [_as_option(known[name], setting) for setting in parts.split(settings)]
+
+
+def _as_option(method: Method, setting: str) -> str:
+    name, equals, value = (word.strip() for word in setting.partition("="))
+    knobs = {knob.name: knob for knob in method.knobs}
+    knob = knobs.get(name.replace("-", "_"))
+    if knob is None:
+        raise unknown(f"knob of {method.name}", name, knobs)
+    if not equals:
+        raise Refused(f"{setting!r} has no value: write {name}=...")
+    if knob.type is not bool:
+        return f"{knob.flag}={'None' if value.lower() == 'none' else value}"
+    if value.lower() not in ("true", "false"):
+        raise Refused(f"{name} is {value!r}, but must be true or false")
+    return knob.flag if value.lower() == "true" else f"--no-{knob.flag[2:]}"
+
+
+def fill(method: Method, argv: Sequence[str]) -> tuple[dict[str, Any], Run]:
+    """The knobs that differ from the recipe's defaults, and the options of the run."""
+    knobs = make_dataclass("Knobs", map(_field, method.knobs), kw_only=True)
+    knobs.__doc__ = f"The knobs of {method.name}."
+    form: Any = make_dataclass("Form", [(method.function, knobs), ("run", Run)])
+    filled: Any = parse(form, argv, f"train {method.name}", _about(method))
+    return dict(_chosen(method, vars(getattr(filled, method.function)))), filled.run
+
+
+def _field(knob: Knob) -> tuple[str, Any, Any]:
+    metavar = knob.annotation.upper().replace(" ", "") if knob.part or "| None" in knob.annotation else None
+    kind: Any = knob.type
+    described: Any = Annotated[kind, _option(knob.help, None if knob.required else knob.default, metavar)]
+    return knob.name, described, field() if knob.required else field(default=knob.default)
+
+
+def _about(method: Method) -> str:
+    lists = [f"{knob.name}={knob.default}" for knob in method.knobs if isinstance(knob.default, int | float)][:2]
+    example = f"  manyhands train {method.name}:{','.join(lists)} --virtual\n" if lists else ""
+    return ABOUT.format(summary=method.card.summary, name=method.name, knobs=example)
+
+
+def _chosen(method: Method, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for knob in method.knobs:
+        value = given[knob.name]
+        if knob.required or value != knob.default:
+            yield knob.name, parts.read(value, knob.part) if knob.part and value is not None else value

@@ -1,0 +1,55 @@
+"""What verbs print on stdout: tables for people, one JSON value for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from manyhands.report.record import plain as number_or_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 140
+"""Columns of a table that goes into a file or another program."""
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it; numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return number_or_text(value)
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on one line."""
+    print(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, in colour if it can and nobody set NO_COLOR."""
+    from rich.console import Console
+
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would end the process here, with code 1
+
+    return Screen(width=None if sys.stdout.isatty() else PIPED_WIDTH, highlight=False)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table whose first column is what one looks for."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, style="bold" if number == 0 else "", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    console().print(table)

@@ -1,0 +1,107 @@
+"""Parts on the command line: `feedback(topk(0.01))` becomes a codec, `adagrad(lr=0.03)` a rule.
+
+    part = name | name(value, ..., name=value, ...)        value = number | "text" | true | false | none | part
+
+The text is parsed, never evaluated; only the names that `manyhands.codecs` and `manyhands.rules` export exist, in
+upper or lower case. Reading a part needs no torch, building it does.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyhands.cli.index import PACKAGE
+from manyhands.cli.usage import unknown
+from manyhands.core.errors import Refused
+
+FOLDERS = {"Codec": "codecs", "Rule": "rules"}
+WORDS = {"true": True, "false": False, "none": None}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part that was read and not yet built."""
+
+    folder: str
+    name: str
+    values: tuple[Any, ...] = ()
+    knobs: tuple[tuple[str, Any], ...] = ()
+
+    def build(self) -> Any:
+        """The real thing, made by its own constructor."""
+        make = getattr(importlib.import_module(f"manyhands.{self.folder}"), self.name)
+        try:
+            return make(*map(_built, self.values), **{name: _built(value) for name, value in self.knobs})
+        except TypeError as error:
+            raise Refused(f"cannot make {self.name.lower()}: {error}") from error
+
+
+def _built(value: Any) -> Any:
+    return value.build() if isinstance(value, Part) else value
+
+
+def exported(package: Path = PACKAGE) -> dict[str, tuple[str, str]]:
+    """The name of every part in lower case, with its folder and true name, as the source of the folders says."""
+    found: dict[str, tuple[str, str]] = {}
+    for folder in FOLDERS.values():
+        tree = ast.parse((package / folder / "__init__.py").read_text(encoding="utf-8"))
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                found |= {name.lower(): (folder, name) for name in ast.literal_eval(node.value)}
+    return found
+
+
+def read(text: str, kind: str, known: Mapping[str, tuple[str, str]] | None = None) -> Part:
+    """Read the text of a part of this kind ("Codec" or "Rule")."""
+    known = exported() if known is None else known
+    folder = FOLDERS.get(kind)
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise Refused(f"cannot read {text!r}: a part is written like feedback(topk(0.01))") from error
+    value = _read(node, known)
+    if not isinstance(value, Part) or value.folder != (folder or value.folder):
+        names = [name for name, (where, _) in known.items() if where == (folder or where)]
+        raise Refused(f"{text!r} is no {kind.lower()}: there are {', '.join(names)}")
+    return value
+
+
+def _read(node: ast.expr, known: Mapping[str, tuple[str, str]]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Name(id=name) if name.lower() in WORDS:
+            return WORDS[name.lower()]
+        case ast.Name(id=name):
+            return Part(*_find(name, known))
+        case ast.Call(func=ast.Name(id=name), args=values, keywords=knobs) if all(knob.arg for knob in knobs):
+            given = tuple((str(knob.arg), _read(knob.value, known)) for knob in knobs)
+            return Part(*_find(name, known), tuple(_read(value, known) for value in values), given)
+    raise Refused(
+        f"{ast.unparse(node)!r} may not stand in a part: only numbers, texts, true, false, none and parts may"
+    )
+
+
+def _find(name: str, known: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
+    if name.lower() not in known:
+        raise unknown("codec or rule", name, known)
+    return known[name.lower()]
+
+
+def split(text: str, separator: str = ",") -> list[str]:
+    """Cut at separators outside parentheses."""
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == separator and depth == 0:
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    return [piece.strip() for piece in pieces if piece.strip()]

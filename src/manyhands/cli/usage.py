@@ -1,0 +1,70 @@
+"""How every verb reads its arguments, and how it says that one of them is wrong: in one line, with the nearest name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from manyhands.core.errors import Refused
+
+Form = TypeVar("Form")
+
+
+class HelpShown(Exception):
+    """Help was asked for; this is its text."""
+
+
+def unknown(kind: str, given: str, known: Iterable[str]) -> Refused:
+    """The refusal of a name that does not exist; it offers the nearest ones, or else all."""
+    names = list(known)
+    near = get_close_matches(given.lower(), names, n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names) or 'none'}"
+    return Refused(f"there is no {kind} {given!r}: {hint}")
+
+
+def parse(form: type[Form], argv: Sequence[str], verb: str, about: str) -> Form:
+    """Fill the dataclass `form` from `argv`. Help and refusals come back as exceptions, never on the screen."""
+    import tyro  # here, because a wrong verb or method need not wait for it
+
+    prog, text = f"manyhands {verb}", io.StringIO()
+    inside = (tyro.conf.OmitArgPrefixes,)
+    try:
+        with redirect_stdout(text), redirect_stderr(text):
+            filled, left = tyro.cli(
+                form, args=list(argv), prog=prog, description=about, return_unknown_args=True, config=inside
+            )
+    except SystemExit as ended:
+        if ended.code:
+            raise Refused(f"{_one_line(text.getvalue())} (see {prog} --help)") from None
+        raise HelpShown("\n".join(line.rstrip() for line in text.getvalue().splitlines())) from None
+    if left:
+        raise _left_over(left, prog, form)
+    return filled
+
+
+def _left_over(words: Sequence[str], prog: str, form: Any) -> Refused:
+    flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+    if flags:
+        return unknown(f"option of {prog}", flags[0], [f"--{name.replace('_', '-')}" for name in _options(form)])
+    return Refused(f"{words[0]!r} is one word too many (see {prog} --help)")
+
+
+def _options(form: Any) -> Iterator[str]:
+    for field in fields(form):
+        yield from _options(field.type) if is_dataclass(field.type) else [field.name]
+
+
+def _one_line(box: str) -> str:
+    """What stands in the first compartment of the parser's box, below its title."""
+    said: list[str] = []
+    for line in box.splitlines()[1:]:
+        words = line.strip("│ ")
+        if not set(words) <= set("─-"):
+            said.append(words)
+        elif said:
+            break
+    return " ".join(said) or box.strip()

@@ -1,0 +1,59 @@
+"""Error feedback: what a codec loses now is added to what it sends next.
+
+    a = x + e                     e = 0 at first
+    payload = C(a)
+    e <- a - D(payload)           hence  sum of all D(payload) + e = sum of all x
+
+Reference: F. Seide et al., "1-Bit Stochastic Gradient Descent", 2014,
+https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html; analysed by S. Karimireddy et al., "Error
+Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847.
+
+Where we differ: e is kept in the units of x. Whoever changes η during a run should send η g instead of g, or old
+remainders are scaled by the new η.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import refuse_unless
+from manyhands.core.protocols import Codec
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """A codec with a memory of what it lost.
+
+    Args:
+        codec: C and D.
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        refuse_unless(self.codec.memory(torch.empty(0)) is None, "codec", self.codec, "one without a memory of its own")
+
+    def memory(self, like: Tensor) -> Tensor:
+        """e."""
+        return torch.zeros_like(like)
+
+    def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
+        """What the codec makes of x and of all that it lost before."""
+        assert memory is not None, "Feedback needs the memory that memory() gave"
+        a = x + memory  # a new tensor: the payload may be `a` itself
+        payload = self.codec.encode(a, None)
+        self.codec.decode(payload, memory)
+        torch.sub(a, memory, out=memory)
+        return payload
+
+    def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
+        """As the codec does."""
+        self.codec.decode(payload, out)
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """As the codec's."""
+        return self.codec.nbytes(numel, dtype)

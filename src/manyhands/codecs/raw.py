@@ -1,0 +1,33 @@
+"""Raw: send the numbers as they are.
+
+payload = x                   decode = copy
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Raw:
+    """No compression; the payload is the vector itself, not a copy."""
+
+    def memory(self, like: Tensor) -> None:
+        """Nothing is lost, so there is nothing to remember."""
+        return None
+
+    def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
+        """The vector itself."""
+        return (x,)
+
+    def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
+        """Copy."""
+        out.copy_(payload[0])
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """All of them."""
+        return numel * dtype.itemsize

@@ -1,0 +1,233 @@
+"""Flat: all parameters of a model as views into one contiguous tensor per group and dtype.
+
+        model      fc1.weight      fc1.bias  fc2.weight ...
+        weights  [ ............... | ....... | .......... ]        one tensor
+        outgoing [ ....... gradient, same places ........ | marks ]  marks: one per parameter, 1 = touched
+
+Gradients arrive by hooks that run when autograd has accumulated a parameter's gradient: it is moved
+into the flat gradient and the parameter's own is dropped. A second backward pass in one step adds.
+`close` ends the step: what did not arrive is zero and marked untouched, so that rules can skip it as
+torch does. The marks travel behind the gradient, so a sum over workers also says who was touched.
+
+Tied, frozen and unused parameters, several dtypes and sparse gradients are handled here and nowhere
+else. Refused: re-entrant checkpointing (a parameter's gradient would come in twice), weights that are
+not contiguous (channels-last), a model that is flat already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.errors import ManyhandsError, Refused
+
+BUCKET_BYTES = 4 * 2**20
+
+
+class Span(NamedTuple):
+    """A stretch of one part of a flat model."""
+
+    part: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Place(NamedTuple):
+    """Where a parameter lies; `mark` is its number within the model."""
+
+    name: str
+    span: Span
+    shape: torch.Size
+    mark: int
+
+
+@dataclass
+class Part:
+    """The parameters of one group and dtype."""
+
+    weights: Tensor
+    outgoing: Tensor
+    places: list[Place]
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient, without the marks."""
+        return self.outgoing[: self.weights.numel()]
+
+    @property
+    def marks(self) -> Tensor:
+        """One number per parameter: on how many workers it was touched."""
+        return self.outgoing[self.weights.numel() :]
+
+    def untouched(self) -> frozenset[int]:
+        """The parameters (by mark) that nobody touched in this step."""
+        if self.outgoing.is_meta or bool(self.marks.all()):
+            return frozenset()
+        first = self.places[0].mark
+        return frozenset(first + n for n in torch.nonzero(self.marks == 0).flatten().tolist())
+
+
+class Flat:
+    """A model's trainable parameters, laid out flat.
+
+    Args:
+        parameters: named parameters, each once.
+        groups: lists of parameter names that are to lie together; all others form one more group.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Iterable[str]] = ()) -> None:
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        _refuse_misfits(self._parameters)
+        group = {name: number for number, names in enumerate(groups) for name in names}
+        cells: dict[tuple[int, torch.dtype], list[str]] = {}
+        for name, p in self._parameters.items():
+            cells.setdefault((group.get(name, len(groups)), p.dtype), []).append(name)
+        self.parts: list[Part] = []
+        self.places: list[Place] = []
+        for names in cells.values():
+            self.parts.append(self._lay_out(len(self.parts), names))
+            self.places += self.parts[-1].places
+        self._arrived: dict[str, Place] = {}
+        self._this_backward: set[str] = set()
+        if not self.is_meta:
+            for place in self.places:
+                self._watch(place)
+
+    @torch.no_grad()
+    def _lay_out(self, number: int, names: list[str]) -> Part:
+        ps = [self._parameters[name] for name in names]
+        total = sum(p.numel() for p in ps)
+        weights = torch.empty(total, dtype=ps[0].dtype, device=ps[0].device)
+        places, start = [], 0
+        for mark, (name, p) in enumerate(zip(names, ps, strict=True), start=len(self.places)):
+            span = Span(number, start, start + p.numel())
+            places.append(Place(name, span, p.shape, mark))
+            weights[start : span.stop].copy_(p.reshape(-1))
+            start = span.stop
+        part = Part(weights, weights.new_zeros(total + len(ps)), places)
+        self._point(part)
+        return part
+
+    def _point(self, part: Part) -> None:
+        """Make the model's parameters views of the part's weights."""
+        for place in part.places:
+            self._parameters[place.name].data = part.weights[place.span.start : place.span.stop].view(place.shape)
+
+    def _watch(self, place: Place) -> None:
+        def arrive(p: Tensor) -> None:
+            assert p.grad is not None
+            grad, p.grad = p.grad, None
+            if place.name in self._this_backward:
+                raise ManyhandsError(
+                    f"{place.name} got two gradients in one backward pass: re-entrant checkpointing "
+                    "is not supported, pass use_reentrant=False to torch.utils.checkpoint"
+                )
+            self._this_backward.add(place.name)
+            self.put(place, grad)
+
+        self._parameters[place.name].register_post_accumulate_grad_hook(arrive)
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin a step: nothing has arrived yet."""
+        self._arrived.clear()
+        self.begin_backward()
+
+    def begin_backward(self) -> None:
+        """Begin one of the step's backward passes."""
+        self._this_backward.clear()
+
+    @torch.no_grad()
+    def put(self, place: Place, grad: Tensor) -> None:
+        """Take in one parameter's gradient; a second one in the same step adds."""
+        here = self.gradient_of(place)
+        if place.name in self._arrived:
+            here.add_(grad)
+            return
+        self._arrived[place.name] = place
+        if grad.is_sparse:
+            rows = grad.coalesce()
+            here.zero_().index_add_(0, rows.indices()[0], rows.values())
+        else:
+            here.copy_(grad)
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """End the step: what did not arrive is zero and marked untouched."""
+        for part in self.parts:
+            part.marks.fill_(1)
+        if len(self._arrived) < len(self.places):
+            for place in self.places:
+                if place.name not in self._arrived:
+                    self.gradient_of(place).zero_()
+                    part = self.parts[place.span.part]
+                    part.marks[place.mark - part.places[0].mark] = 0
+
+    def untouched(self) -> frozenset[int]:
+        """The parameters (by mark) that this step did not touch."""
+        return frozenset().union(*(part.untouched() for part in self.parts))
+
+    def gradient_of(self, place: Place) -> Tensor:
+        """One parameter's stretch of the gradient, in its own shape."""
+        part, start, stop = place.span
+        return self.parts[part].outgoing[start:stop].view(place.shape)
+
+    # -- cutting ----------------------------------------------------------------------------------
+
+    @property
+    def numel(self) -> int:
+        return sum(part.weights.numel() for part in self.parts)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether there are only sizes."""
+        return any(part.weights.is_meta for part in self.parts)
+
+    def weights(self, span: Span) -> Tensor:
+        """A stretch of the weights."""
+        return self.parts[span.part].weights[span.start : span.stop]
+
+    def grad(self, span: Span) -> Tensor:
+        """A stretch of the gradient."""
+        return self.parts[span.part].outgoing[span.start : span.stop]
+
+    def buckets(self, nbytes: int = BUCKET_BYTES) -> list[Span]:
+        """Stretches of about `nbytes`, whole parameters each, in the order their gradients become ready."""
+        buckets: list[Span] = []
+        for place in reversed(self.places):
+            part, start, stop = place.span
+            size = self.parts[part].weights.element_size()
+            last = buckets[-1] if buckets else None
+            if last and last.part == part and last.numel * size + (stop - start) * size <= nbytes:
+                buckets[-1] = Span(part, start, last.stop)
+            else:
+                buckets.append(place.span)
+        return buckets
+
+    @torch.no_grad()
+    def move_to(self, weights: Sequence[Tensor]) -> None:
+        """Let the weights live in other memory (which is not changed), one tensor per part."""
+        for part, memory in zip(self.parts, weights, strict=True):
+            part.weights = memory
+            self._point(part)
+
+    def named(self) -> dict[str, Tensor]:
+        """Every trainable parameter by name, copied."""
+        return {place.name: self.weights(place.span).view(place.shape).clone() for place in self.places}
+
+
+def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, p in parameters.items():
+        if not p.is_contiguous():
+            raise Refused(f"{name} is laid out with strides {p.stride()}, but must be contiguous (no channels-last)")
+        if p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise Refused(f"{name} already has gradient hooks, but a model can be joined only once")

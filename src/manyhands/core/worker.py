@@ -1,0 +1,138 @@
+"""Worker: one rank's hands. It owns the model and is the only place where a model is run.
+
+In virtual time forward and backward run at once and are then *played*: the clock moves by the forward
+pass, then by each bucket's share of the backward pass, and after each bucket `fired(bucket)` is called,
+so that a method may send it while the rest is still being computed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.errors import Diverged, Refused
+from manyhands.core.flat import Flat, Span
+from manyhands.core.protocols import Batch, Transport
+from manyhands.core.task import Task
+
+REFERENCE_FLOPS = 50e9
+"""Floating-point operations per second of a core of speed 1."""
+REFERENCE_BYTES = 8e9
+"""Bytes per second that such a core copies, adds or encodes."""
+FORWARD_SHARE = 1 / 3
+"""Of the work of a training step; the backward pass is twice the forward pass."""
+
+
+class Worker:
+    """A rank with a model.
+
+    Args:
+        transport: this rank's way to the others.
+        task: what is to be learned.
+        model: this rank's own copy of the model.
+        seed: of the job.
+        steps: the job's budget in updates, for methods that plan ahead.
+        batch_size: samples of one mini-batch.
+    """
+
+    def __init__(
+        self, transport: Transport, task: Task, model: nn.Module, *, seed: int, steps: int, batch_size: int
+    ) -> None:
+        self.transport = transport
+        self.task = task
+        self.model = model
+        self.seed = seed
+        self.steps = steps
+        self.batch_size = batch_size
+        self.rank = transport.rank
+        self.workers = self._ranks("worker")
+        self.servers = self._ranks("server")
+        self.trains: nn.Module = model
+        """The part of the model that this rank trains; a pipeline makes it smaller."""
+        self.step = 0
+        self.lag = 0
+        self.random = random.Random(f"{seed}/{self.rank}")
+
+    def _ranks(self, role: str) -> list[int]:
+        me = [self.rank] if self.transport.role == role else []
+        return sorted([*self.transport.peers(role), *me])
+
+    @cached_property
+    def flat(self) -> Flat:
+        """The parameters this rank trains, laid out flat; refused if they hold no finite numbers."""
+        mine = {id(p) for p in self.trains.parameters()}
+        flat = Flat({name: p for name, p in self.model.named_parameters() if id(p) in mine})
+        for place in flat.places:
+            if not flat.is_meta and not bool(flat.weights(place.span).isfinite().all()):
+                raise Refused(f"{place.name} holds NaN or infinity before the first step, but must be finite")
+        return flat
+
+    @cached_property
+    def _parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def lead(self) -> int:
+        """The lowest worker rank still there: it evaluates and saves."""
+        return min(self._ranks("worker"))
+
+    @property
+    def samples(self) -> int:
+        """About how many samples the job has consumed, seen from this rank."""
+        return self.step * self.batch_size * len(self.workers)
+
+    # -- computing --------------------------------------------------------------------------------
+
+    def gradient(self, batch: Batch, fired: Callable[[Span], None] | None = None) -> float:
+        """The loss of a mini-batch; its gradient is in the flat gradient afterwards."""
+        loss = math.nan if self.task.sizes_only else self._run(batch)
+        seconds = self.seconds(len(batch[0]) if batch else self.batch_size)
+        if fired is None:
+            self.transport.spend(seconds)
+            return loss
+        self.transport.spend(seconds * FORWARD_SHARE)
+        for bucket in self.flat.buckets():
+            self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / self.flat.numel)
+            fired(bucket)
+        return loss
+
+    def _run(self, batch: Batch) -> float:
+        self.seed_torch()
+        self.flat.open()
+        loss = self.task.loss_of(self.model, batch)
+        value = self.checked(loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.flat.close()
+        return value
+
+    def seed_torch(self, key: int = 0) -> None:
+        """Make dropout and the like depend on (seed, rank, step) only, in every world and after a resume."""
+        torch.default_generator.manual_seed(hash((self.seed, self.rank, self.step, key)) % 2**63)
+
+    def checked(self, loss: Tensor) -> float:
+        """The loss as a number, if it is one."""
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise Diverged(self.rank, self.step, value)
+        return value
+
+    def seconds(self, samples: int, parameters: int | None = None) -> float:
+        """How long a core of speed 1 computes forward and backward for these samples (or a part of the model)."""
+        work = self.task.work or 6 * self._parameters
+        return samples * work * (1 if parameters is None else parameters / self._parameters) / REFERENCE_FLOPS
+
+    def move(self, nbytes: int) -> None:
+        """Account for bytes that were copied, added or encoded."""
+        self.transport.spend(nbytes / REFERENCE_BYTES, moving=True)
+
+    def named(self, weights: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
+        """The whole model's parameters by name: trained ones from `weights` (one tensor per part) if given."""
+        trained: Mapping[str, Tensor] = self.flat.named()
+        if weights is not None:
+            trained = {p.name: weights[p.span.part][p.span.start : p.span.stop].view(p.shape) for p in self.flat.places}
+        return {name: trained.get(name, p).detach().clone() for name, p in self.model.named_parameters()}

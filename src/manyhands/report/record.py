@@ -1,0 +1,49 @@
+"""The record of a run: one JSON object per line. Reports, tables and plots read only these.
+
+First line  what ran where: method, task, world, and role, rank, host (and process, when real) of everyone
+then        one line per step and rank: step, rank, time, loss, samples, bytes, lag, waited
+last line   how it ended
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+Line = dict[str, Any]
+
+
+class Record:
+    """Lines kept in memory and, if there is a folder, on disk as they come."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.lines: list[Line] = []
+        self.path: Path | None = None
+        self._file: IO[str] | None = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path = folder / "record.jsonl"
+            self._file = self.path.open("w", encoding="utf-8")
+
+    def write(self, line: Line) -> None:
+        """Add one line; what is not a finite number becomes null."""
+        self.lines.append(line)
+        if self._file is not None:
+            self._file.write(json.dumps({key: plain(value) for key, value in line.items()}) + "\n")
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def plain(value: Any) -> Any:
+    """A value that JSON can carry."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,123 @@
+"""Which samples does a rank see, and in which order.
+
+Rank r of P owns the samples r, r + P, r + 2P, ... and walks over them again and again, each pass in a
+fresh order; mini-batches are cut from that endless walk, so that each of them is full:
+
+    5 samples owned, batch_size 3     pass 0: c a e d b   pass 1: b e c a d   ...
+                                             |-----|-----------|-----|-------
+    batch                                       0       1         2      3
+
+The order of a pass depends on (seed, rank, pass) and on nothing else. So the position in the walk is one
+number, the count of batches drawn, and a resumed run goes on from it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import TensorDataset, default_collate
+
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.protocols import Batch
+
+
+class Share:
+    """The endless stream of mini-batches of one rank.
+
+    Args:
+        dataset: any map-style data set; one that has `.tensors` is indexed a whole batch at once.
+        rank: whose samples.
+        size: how many ranks share the data set.
+        batch_size: samples per mini-batch.
+        seed: with the rank, decides the order of every pass.
+    """
+
+    def __init__(self, dataset: Any, rank: int, size: int, batch_size: int, seed: int) -> None:
+        samples = len(dataset)
+        refuse_unless(batch_size >= 1, "batch_size", batch_size, ">= 1")
+        refuse_unless(size >= 1, "size", size, ">= 1")
+        refuse_unless(0 <= rank < size, "rank", rank, f">= 0 and < {size}")
+        if size > samples:
+            raise Refused(f"a data set of {samples} samples cannot be shared by {size} workers")
+        self.dataset = dataset
+        self.rank = rank
+        self.size = size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.owned = len(range(rank, samples, size))
+        self._tensors = tensors_of(dataset)
+        self._pass = -1
+        self._order = torch.empty(0, dtype=torch.long)
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """How many batches were drawn; set it to go on from there."""
+        return self._position
+
+    @position.setter
+    def position(self, batches: int) -> None:
+        refuse_unless(batches >= 0, "position", batches, ">= 0")
+        self._position = batches
+
+    def next_batch(self) -> Batch:
+        """Draw the next mini-batch."""
+        index = self._next_index()
+        if self._tensors is not None:
+            batch = tuple(field[index] for field in self._tensors)
+        else:
+            batch = collate([self.dataset[i] for i in index.tolist()])
+        self._position += 1
+        return batch
+
+    def _next_index(self) -> Tensor:
+        at = self._position * self.batch_size
+        end = at + self.batch_size
+        pieces = []
+        while at < end:
+            number, start = divmod(at, self.owned)
+            pieces.append(self._order_of(number)[start : start + end - at])
+            at += len(pieces[-1])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _order_of(self, number: int) -> Tensor:
+        """The owned samples in the order of one pass; the newest is remembered."""
+        if number != self._pass:
+            generator = torch.Generator().manual_seed(mixed(self.seed, self.rank, number))
+            self._order = torch.randperm(self.owned, generator=generator) * self.size + self.rank
+            self._pass = number
+        return self._order
+
+
+def mixed(*numbers: int) -> int:
+    """One seed from several numbers. Torch's CPU generator looks at the lowest 32 bits only, so all must reach them."""
+    words = [word for number in numbers for word in divmod(number % 2**64, 2**32)]
+    return int(np.random.SeedSequence(words).generate_state(1)[0])
+
+
+def tensors_of(dataset: Any) -> Sequence[Tensor] | None:
+    """The fields of a data set that is nothing but tensors in memory; None if samples must be asked for one by one."""
+    if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is not TensorDataset.__getitem__:
+        return None  # a subclass that does something to its samples
+    fields = getattr(dataset, "tensors", None)
+    if not isinstance(fields, tuple | list) or not fields:
+        return None
+    whole = all(isinstance(field, Tensor) and field.dim() and len(field) == len(dataset) for field in fields)
+    return fields if whole else None
+
+
+def collate(samples: list[Any]) -> Batch:
+    """Make one mini-batch of samples that were asked for one by one."""
+    if isinstance(samples[0], dict):
+        raise Refused("a sample is a dict, but must be a tuple of fields, the last one the target")
+    if not isinstance(samples[0], tuple | list):
+        samples = [(sample,) for sample in samples]
+    batch = tuple(default_collate(samples))
+    for number, (field, example) in enumerate(zip(batch, samples[0], strict=True)):
+        if not isinstance(field, Tensor):
+            raise Refused(f"field {number} of a sample is a {type(example).__name__}, but must be a tensor or a number")
+    return batch

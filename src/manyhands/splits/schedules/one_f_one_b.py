@@ -1,0 +1,29 @@
+"""1F1B: after a warm-up every stage takes one forward and one backward pass in turn.
+
+    K = 4 stages, M = 4 micro-batches
+    s0 F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
+    s1 .  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3 .
+    s2 .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
+    s3 .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
+
+Stage s warms up with min(M, K - 1 - s) forward passes and keeps at most K - s micro-batches, however
+many there are. With an update after every B (PipeDream), K - 1 - s updates lie between F(m) and B(m).
+"""
+
+from __future__ import annotations
+
+from manyhands.splits.schedules.timeline import Rows
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> Rows:
+    """One row of (op, micro-batch) per stage."""
+    rows = []
+    for s in range(stages):
+        warm = min(micro_batches, stages - 1 - s)
+        row = [("F", m) for m in range(warm)]
+        for m in range(micro_batches):
+            if warm + m < micro_batches:
+                row.append(("F", warm + m))
+            row.append(("B", m))
+        rows.append(row)
+    return rows

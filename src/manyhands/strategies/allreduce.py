@@ -1,0 +1,108 @@
+"""AllReduce: every worker has the whole model; gradients are summed over all before each step.
+
+split  data        when  bulk                   who  a collective
+what   raw         how   any Rule, the same on every worker
+
+    g = (1/P) sum_k g_k(w; B_k)        all ranks end with the same bits
+    w <- w + rule(g)
+
+Between hosts the gradient leaves in buckets while the backward pass is still running: the last layers
+come first. An activity of its own does the exchange, since nobody may wait inside a backward pass.
+Inside one host moving bytes is computing, so there one exchange follows the backward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from manyhands.core.errors import refuse_unless
+from manyhands.core.flat import Span
+from manyhands.core.holding import replica
+from manyhands.core.protocols import At, Batch, Rule, Tag, Weights, recv
+from manyhands.core.worker import Worker
+from manyhands.topology.collectives import all_reducer
+
+BUCKET, REDUCED = Tag("bucket", credit=4096), Tag("reduced", credit=4096)
+
+
+@dataclass
+class AllReduce:
+    """Bulk-synchronous training with a collective.
+
+    Args:
+        rule: how the mean gradient is applied.
+        collective: which algorithm sums; "auto" chooses by place and size.
+    """
+
+    rule: Rule
+    collective: str = "auto"
+    lockstep: ClassVar[bool] = True
+    one_host: ClassVar[bool] = False
+
+    def replicas(self, workers: int) -> int:
+        """Every worker has a whole model."""
+        return workers
+
+    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
+        """A collective needs no server."""
+        refuse_unless(servers == 0, "servers", servers, "0: this method has none")
+
+    def setup(self, w: Worker) -> None:
+        """The weights with their rule; the collective; whether buckets may leave early."""
+        self.held = replica(w.flat, self.rule)
+        self.sum = all_reducer(self.collective, w.transport, w.workers)
+        self.buckets = w.flat.buckets()
+        hosts = {w.transport.hosts[rank] for rank in w.workers}
+        self.overlaps = len(hosts) > 1 and len(self.buckets) > 1
+        if self.overlaps:
+            w.transport.spawn(lambda: self.exchange(w), daemon=True)
+
+    def step(self, w: Worker, batch: Batch) -> float:
+        """Compute, sum over everyone, update."""
+        if self.overlaps:
+            loss = self.step_with_overlap(w, batch)
+        else:
+            loss = w.gradient(batch)
+            for part in w.flat.parts:
+                self.sum.all_reduce(part.outgoing)
+        for part, held in zip(w.flat.parts, self.held, strict=True):
+            w.move(part.outgoing.numel() * part.outgoing.element_size())
+            g = part.grad if part.grad.is_meta else part.grad.div_(len(w.workers))
+            held.update(g, At(held.weights, samples=w.samples, count=len(w.workers)), part.untouched())
+        return loss
+
+    def step_with_overlap(self, w: Worker, batch: Batch) -> float:
+        """Hand every bucket to the exchange as soon as it is ready."""
+        numbers = {bucket: number for number, bucket in enumerate(self.buckets)}
+
+        def fired(bucket: Span) -> None:
+            w.transport.send(w.rank, BUCKET, (numbers[bucket],))
+
+        loss = w.gradient(batch, fired)
+        w.transport.send(w.rank, BUCKET, (len(self.buckets),))
+        recv(w.transport, REDUCED, frm=w.rank)
+        return loss
+
+    def exchange(self, w: Worker) -> None:
+        """The activity that sums buckets in the order they fire, then the marks."""
+        while True:
+            number = recv(w.transport, BUCKET, frm=w.rank).meta[0]
+            if number < len(self.buckets):
+                self.sum.all_reduce(w.flat.grad(self.buckets[number]))
+            else:
+                for part in w.flat.parts:
+                    self.sum.all_reduce(part.marks)
+                w.transport.send(w.rank, REDUCED)
+
+    def finish(self, w: Worker) -> None:
+        """Nothing is in flight."""
+
+    def serve(self, w: Worker) -> None:
+        """A collective needs no server: an extra rank has nothing to do."""
+
+    def answer(self, w: Worker) -> Weights | None:
+        """All replicas are equal."""
+        return w.named() if w.rank == w.lead else None

@@ -1,0 +1,143 @@
+"""Elastic: every worker explores on its own, tied to a centre by a spring.
+
+split  data        when  every `period` steps; in lock step, or on each worker's own clock
+who    a collective (synchronous), parameter-server shards (asynchronous)
+what   raw         how   the elastic move beside any local Rule
+
+    e_k = alpha (x_k - c)
+    x_k <- x_k - eta g_k(x_k) - e_k          gradient at x_k BEFORE the elastic move
+    c   <- c + sum_k e_k                     synchronous (beta = P alpha): Jacobi, all at time t
+    c   <- c + e_k                           asynchronous: one exchange, c read fresh
+
+The answer is the centre c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.codecs import Raw
+from manyhands.consistency import Free
+from manyhands.core.errors import refuse_unless
+from manyhands.core.gather import gather
+from manyhands.core.holding import replica
+from manyhands.core.protocols import At, Batch, Rule, Weights
+from manyhands.core.worker import Worker
+from manyhands.topology.collectives import all_reducer
+from manyhands.topology.servers import Sharding, connect, serve
+
+
+@dataclass
+class Elastic:
+    """Elastic averaging.
+
+    Args:
+        rule: how a worker applies its own gradient.
+        center_rate: beta, how fast the centre follows.
+        moving_rate: alpha, how strongly a worker is pulled; None: beta / P.
+        period: tau, steps between elastic moves; the first one is at step 0.
+        asynchronous: each worker meets the centre on its own clock.
+        shard: how the centre is cut over the shards (asynchronous).
+    """
+
+    rule: Rule
+    center_rate: float = 0.9
+    moving_rate: float | None = None
+    period: int = 1
+    asynchronous: bool = False
+    shard: Sharding = "size"
+    one_host: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        refuse_unless(0 <= self.center_rate <= 1, "center_rate", self.center_rate, "0 to 1")
+        alpha = self.moving_rate or 0.0
+        refuse_unless(0 <= alpha <= 1, "moving_rate", self.moving_rate, "0 to 1")
+        refuse_unless(self.period >= 1, "period", self.period, ">= 1")
+        self.lockstep = not self.asynchronous
+
+    def replicas(self, workers: int) -> int:
+        """Every worker has a whole model."""
+        return workers
+
+    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
+        """The centre must be large enough to be cut; only asynchronous workers meet it at a server."""
+        refuse_unless(self.asynchronous or servers == 0, "servers", servers, "0 unless asynchronous")
+        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        refuse_unless(servers <= parameters, "servers", servers, f"<= {parameters}, the number of parameters")
+
+    def setup(self, w: Worker) -> None:
+        """x, the worker's own weights; c, the centre (synchronous) or the lanes to it."""
+        self.held = replica(w.flat, self.rule)
+        self.alpha = self.center_rate / len(w.workers) if self.moving_rate is None else self.moving_rate
+        if self.asynchronous:
+            self.lanes = connect(w, self.shard, Free(), self.rule, Raw())
+        else:
+            self.center = [part.weights.clone() for part in w.flat.parts]
+            self.sum = all_reducer("auto", w.transport, w.workers)
+
+    def step(self, w: Worker, batch: Batch) -> float:
+        """Meet the centre if it is time, then step by one's own gradient, taken before the meeting."""
+        meets = w.step % self.period == 0
+        if self.asynchronous:
+            moves = self.exchange(w) if meets else None
+            loss = w.gradient(batch)
+        else:
+            loss = w.gradient(batch)
+            moves = self.meet(w) if meets else None
+        self.update(w, moves)
+        return loss
+
+    @torch.no_grad()
+    def meet(self, w: Worker) -> list[Tensor]:
+        """Synchronous: all workers and the centre move at once."""
+        moves = []
+        for part, c in zip(w.flat.parts, self.center, strict=True):
+            away = part.weights - c
+            moves.append(self.alpha * away)
+            self.sum.all_reduce(away)
+            c.add_(away, alpha=self.center_rate / len(w.workers))
+            w.move(3 * away.numel() * away.element_size())
+        return moves
+
+    def exchange(self, w: Worker) -> list[Tensor]:
+        """Asynchronous: send x to every shard of the centre, get the move e back."""
+        moves = [torch.zeros_like(part.weights) for part in w.flat.parts]
+        for lane in self.lanes:
+            xs = [w.flat.weights(span) for span in lane.spans]
+            for (part, start, stop), e in zip(lane.spans, lane.exchange(xs, self.alpha), strict=True):
+                if not e.is_meta:
+                    moves[part][start:stop] = e
+        return moves
+
+    @torch.no_grad()
+    def update(self, w: Worker, moves: list[Tensor] | None) -> None:
+        """x <- x - e + rule(g); neither move has seen the other."""
+        for number, (part, held) in enumerate(zip(w.flat.parts, self.held, strict=True)):
+            if moves is not None and not part.weights.is_meta:
+                part.weights.sub_(moves[number])
+            held.update(part.grad, At(held.weights, samples=w.samples), part.untouched())
+
+    def finish(self, w: Worker) -> None:
+        """Take leave of the centre."""
+        if self.asynchronous:
+            for lane in self.lanes:
+                lane.done()
+
+    def serve(self, w: Worker) -> None:
+        """Keep a shard of the centre."""
+        if self.asynchronous:
+            serve(w, self.shard, Free(), self.rule, Raw())
+
+    def answer(self, w: Worker) -> Weights | None:
+        """The centre."""
+        if gather(w) is None:
+            return None
+        if not self.asynchronous:
+            return w.named(self.center)
+        for lane in self.lanes:
+            lane.final([w.flat.weights(span) for span in lane.spans])
+        return w.named()

@@ -1,0 +1,151 @@
+"""Server: workers pull weights from server shards and push gradients to them.
+
+split  data        when  any Consistency        who  parameter-server shards
+what   any Codec   how   any Rule, at the shard
+
+    worker                                    shard (topology/servers/shard.py)
+    if step % fetch_every == 0: pull -> p     admit? send w : park
+    g = gradient(p, batch)
+    accrued += g;  p <- p - local_lr g        (local steps only between fetches)
+    if it is time: push accrued, accrued = 0  ready? w <- w + rule(g), version += 1
+
+With fetch_every = push_every = 1, which is the usual case, this is pull, gradient, push. `prefetch`
+pulls right after the push instead, so that the next step computes on weights read before it began.
+`phase` says when a push of several steps falls: "start" pushes at steps 0, n, 2n, ... as in Downpour's
+appendix (the first push carries one gradient), "end" after every n-th step. Whatever is left at the end
+of the run is pushed then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.codecs import Raw
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.gather import gather
+from manyhands.core.protocols import Batch, Codec, Consistency, Rule, Weights
+from manyhands.core.worker import Worker
+from manyhands.topology.servers import Lane, Sharding, connect, serve
+
+
+@dataclass
+class Server:
+    """Any method with a parameter server.
+
+    Args:
+        when: when workers agree.
+        rule: how a shard applies a gradient.
+        codec: what a push looks like on the wire.
+        shard: how the weights are cut over the shards.
+        fetch_every: n_fetch, steps between pulls.
+        push_every: n_push, steps between pushes.
+        prefetch: pull right after pushing.
+        phase: whether a period begins or ends with its push.
+        local_lr: alpha, the learning rate of local steps between fetches.
+    """
+
+    when: Consistency
+    rule: Rule
+    codec: Codec = field(default_factory=Raw)
+    shard: Sharding = "size"
+    fetch_every: int = 1
+    push_every: int = 1
+    prefetch: bool = False
+    phase: Literal["start", "end"] = "start"
+    local_lr: float = 0.0
+    one_host: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        refuse_unless(self.fetch_every >= 1, "fetch_every", self.fetch_every, ">= 1")
+        refuse_unless(self.push_every >= 1, "push_every", self.push_every, ">= 1")
+        if self.phase not in ("start", "end"):
+            raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
+        self.lockstep = not self.when.tolerates_loss
+
+    def replicas(self, workers: int) -> int:
+        """Every worker has a whole model."""
+        return workers
+
+    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
+        """There must be something to keep for every server."""
+        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        refuse_unless(servers <= parameters, "servers", servers, f"<= {parameters}, the number of parameters")
+
+    def setup(self, w: Worker) -> None:
+        """Lanes to the shards, codec memory in parameter coordinates, gradients not yet pushed."""
+        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec)
+        self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
+        self.accrued: list[Tensor] | None = None
+        self.simple = self.fetch_every == self.push_every == 1
+        if self.prefetch:
+            self.pull(w)
+
+    def step(self, w: Worker, batch: Batch) -> float:
+        """Pull, compute, push."""
+        if not self.prefetch and w.step % self.fetch_every == 0:
+            self.pull(w)
+        loss = w.gradient(batch)
+        if not self.simple:
+            self.accrue(w)
+        if self.pushes_at(w.step):
+            self.push(w)
+        if self.prefetch and (w.step + 1) % self.fetch_every == 0:
+            self.pull(w)
+        return loss
+
+    def pull(self, w: Worker) -> None:
+        """Read all shards; each may keep us waiting until it admits us."""
+        for lane in self.lanes:
+            lane.ask()
+        for lane in self.lanes:
+            lane.pull([w.flat.weights(span) for span in lane.spans])
+        w.lag = max(lane.lag for lane in self.lanes)
+
+    def pushes_at(self, step: int) -> bool:
+        """Whether this step ends with a push."""
+        return (step + (self.phase == "end")) % self.push_every == 0
+
+    @torch.no_grad()
+    def accrue(self, w: Worker) -> None:
+        """Add up gradients in a buffer of our own, since a pushed one is lent; step locally meanwhile."""
+        if self.accrued is None:
+            self.accrued = [torch.zeros_like(part.grad) for part in w.flat.parts]
+        for total, part in zip(self.accrued, w.flat.parts, strict=True):
+            total.add_(part.grad)
+            part.weights.add_(part.grad, alpha=-self.local_lr)
+
+    def push(self, w: Worker) -> None:
+        """Encode and hand over the gradient of every shard's spans."""
+        grads = self.accrued or [part.grad for part in w.flat.parts]
+        untouched = sorted(w.flat.untouched())
+        for lane in self.lanes:
+            payload = []
+            for part, start, stop in lane.spans:
+                memory = self.memory[part]
+                piece = None if memory is None else memory[start:stop]
+                payload.append(self.codec.encode(grads[part][start:stop], piece))
+            lane.push(payload, untouched)
+        self.accrued = None
+
+    def finish(self, w: Worker) -> None:
+        """Push what is left, say good-bye to every shard."""
+        if self.accrued is not None:
+            self.push(w)
+        for lane in self.lanes:
+            lane.done()
+
+    def serve(self, w: Worker) -> None:
+        """Keep a shard."""
+        serve(w, self.shard, self.when, self.rule, self.codec)
+
+    def answer(self, w: Worker) -> Weights | None:
+        """What the shards hold when everyone is done."""
+        if gather(w) is None:
+            return None
+        for lane in self.lanes:
+            lane.final([w.flat.weights(span) for span in lane.spans])
+        return w.named()

@@ -1,0 +1,89 @@
+"""Shared: ranks of one host add in memory that all of them see; only "I am done" travels.
+
+P = 3, each line a memory, each column a rank's span:
+
+    copy in    rank 0   a a a      reduce    span 0  span 1  span 2      copy out
+               rank 1   b b b                a+b+c                       everyone reads
+               rank 2   c c c                        a+b+c               all of the sum
+                                                             a+b+c
+
+    each rank:  memory[r] <- x · meet · sum[span r] <- memory[0] + memory[1] + ... on span r · meet · x <- sum
+
+    T = 2 L + 3 γ m / B      B the rate at which one core moves bytes; 2 rounds, no tensor is sent
+
+The sum is made in the order of ranks, by one rank each, so it is the same for every number of calls and all ranks end
+with the same bits.
+
+No memory is written too early: a rank copies in again after the second meeting, where all have read its last vector;
+it reduces again after the next first meeting, where all have copied the last sum out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import refuse_unless
+from manyhands.core.protocols import Transport
+from manyhands.topology.collectives.group import Group
+
+RATE = 8e9
+"""Bytes that a reference core copies in a second; only virtual time knows it."""
+
+
+def capacity(numel: int) -> int:
+    """How much memory to ask for: a little to spare, so that similar sizes share it."""
+    grain = max(1024, 1 << max(0, numel.bit_length() - 4))
+    return -(-numel // grain) * grain
+
+
+class Shared:
+    """All-reduce in the memory of one host."""
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        self._group = Group(transport, ranks, "shared")
+        hosts = sorted({transport.hosts[rank] for rank in ranks})
+        refuse_unless(len(hosts) == 1, "the number of hosts of a shared collective", len(hosts), "1: it needs memory")
+        self._memory: dict[torch.dtype, list[Tensor]] = {}
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum in place, in the order of ranks."""
+        x = self._group.begin(x)
+        if self._group.size == 1:
+            return
+        *memory, total = [x] * (self._group.size + 1) if x.is_meta else self._memory_for(x)
+        self._move(x, memory[self._group.place])
+        self._group.meet()
+        self._reduce(memory, total)
+        self._group.meet()
+        self._move(total, x)
+
+    def _reduce(self, memory: Sequence[Tensor], total: Tensor) -> None:
+        P, r = self._group.size, self._group.place
+        first, *others = (one.tensor_split(P)[r] for one in memory)
+        into = total.tensor_split(P)[r]
+        self._spend(P * into.numel() * into.element_size())
+        if not into.is_meta:
+            torch.add(first, others[0], out=into)
+            for other in others[1:]:
+                into.add_(other)
+
+    def _move(self, x: Tensor, into: Tensor) -> None:
+        self._spend(x.numel() * x.element_size())
+        if not into.is_meta:
+            into.copy_(x)
+
+    def _spend(self, nbytes: int) -> None:
+        self._group.transport.spend(nbytes / RATE, moving=True)
+
+    def _memory_for(self, x: Tensor) -> list[Tensor]:
+        """One memory for each place and one for the sum, cut to the length of x."""
+        m, memory = x.numel(), self._memory.get(x.dtype)
+        if memory is None or memory[0].numel() < m:
+            room, kind = capacity(m), str(x.dtype).removeprefix("torch.")
+            names = [f"{self._group.label}.{kind}.{room:x}.{place}" for place in range(self._group.size + 1)]
+            memory = [self._group.transport.shared(name, room, x.dtype) for name in names]
+            self._memory[x.dtype] = memory
+        return [one[:m] for one in memory]

@@ -1,0 +1,89 @@
+"""Graphs of peers: whom a rank may talk to. All are symmetric, connected, and without loops.
+
+    ring, P = 6           torus, P = 12 = 3 x 4       exponential, P = 8: who rank 0 knows
+
+    0 - 1 - 2             0 - 1 - 2 - 3 -             0   1   2   .   4   .   6   7
+    |       |             |   |   |   |                   +1  +2      +4      -2  -1
+    5 - 4 - 3             4 - 5 - 6 - 7 -
+                          |   |   |   |               complete: everyone knows everyone
+                          8 - 9 -10 -11 -
+                          |   |   |   |
+
+                  neighbours    farthest        two sides
+    ring          2             P / 2           if P is even
+    torus         4             about √P        if rows and columns are even, or fewer than three
+    exponential   about 2 lg P  about lg P / 2  only up to P = 2
+    complete      P - 1         1               only up to P = 2
+
+A torus has as many rows as the largest divisor of P up to √P; for a prime that is one row, a ring. The fewer steps
+between the farthest, the faster opinions mix; the fewer neighbours, the cheaper a round.
+
+References: B. Ying et al., "Exponential graph is provably efficient for decentralized deep learning", 2021,
+https://arxiv.org/abs/2110.13363; two sides, so that pairwise averaging cannot lock itself: X. Lian et al.,
+"Asynchronous decentralized parallel stochastic gradient descent", 2018, https://arxiv.org/abs/1710.06952.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from manyhands.core.errors import Refused, refuse_unless
+
+
+def ring(rank: int, size: int) -> Iterable[int]:
+    """One step to each side."""
+    return rank - 1, rank + 1
+
+
+def complete(rank: int, size: int) -> Iterable[int]:
+    """Everyone."""
+    return range(size)
+
+
+def exponential(rank: int, size: int) -> Iterable[int]:
+    """1, 2, 4, ... steps to each side."""
+    steps = [1 << j for j in range((size - 1).bit_length())]
+    return [rank + sign * step for step in steps for sign in (-1, 1)]
+
+
+def torus(rank: int, size: int) -> Iterable[int]:
+    """One step to each side in the row and in the column."""
+    columns = size // rows(size)
+    row, column = divmod(rank, columns)
+    sideways = [row * columns + (column + step) % columns for step in (-1, 1)]
+    return [rank - columns, rank + columns, *sideways]
+
+
+def rows(size: int) -> int:
+    """The rows of a torus: the largest divisor that is at most the root."""
+    return next(number for number in range(math.isqrt(size), 0, -1) if size % number == 0)
+
+
+GRAPHS: dict[str, Callable[[int, int], Iterable[int]]] = {
+    "ring": ring,
+    "complete": complete,
+    "exponential": exponential,
+    "torus": torus,
+}
+
+
+def neighbours(graph: str, rank: int, size: int) -> list[int]:
+    """The ranks that `rank` talks to in a graph of `size` ranks, in order."""
+    refuse_unless(graph in GRAPHS, "graph", graph, f"one of {', '.join(GRAPHS)}")
+    refuse_unless(0 <= rank < size, "rank", rank, f"0 to {size - 1}")
+    return sorted({one % size for one in GRAPHS[graph](rank, size)} - {rank})
+
+
+def sides(graph: str, size: int) -> tuple[list[int], list[int]]:
+    """The ranks in two halves such that every neighbour is on the other one; rank 0 is in the first."""
+    side, line = {0: 0}, [0]
+    for rank in line:
+        for other in neighbours(graph, rank, size):
+            if other not in side:
+                side[other] = 1 - side[rank]
+                line.append(other)
+            elif side[other] == side[rank]:
+                raise Refused(f"a {graph} of {size} ranks is not bipartite: {rank} and {other} fall on one side")
+    first, second = ([rank for rank in range(size) if side[rank] == which] for which in (0, 1))
+    return first, second

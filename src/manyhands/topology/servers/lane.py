@@ -1,0 +1,36 @@
+"""Lane: a worker's way to one shard, the same to the method whichever way it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from manyhands.core.flat import Span
+
+
+class Lane(Protocol):
+    """What a worker can do with a shard."""
+
+    spans: list[Span]
+    lag: int
+    """How stale this worker's last read or push was."""
+
+    def ask(self) -> None:
+        """Say that a read is coming; asking all shards first saves waiting for one after the other."""
+
+    def pull(self, into: Sequence[Tensor]) -> None:
+        """Read the shard's weights, when admitted; there must have been an `ask`."""
+
+    def push(self, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int]) -> None:
+        """Hand over an encoded gradient, one payload per span; the tensors are lent until applied."""
+
+    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
+        """The elastic move: how far the shard's weights came towards `xs`."""
+
+    def done(self) -> None:
+        """This worker will not come again."""
+
+    def final(self, into: Sequence[Tensor]) -> None:
+        """Read the weights once every worker is done."""

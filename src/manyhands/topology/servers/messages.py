@@ -1,0 +1,156 @@
+"""A shard reached by messages: the loop of the rank that keeps it, and a worker's lane to it.
+
+worker                          keeper
+  ASK   ------------------------>  pull: admitted? parked?
+  <-----------------  WEIGHTS (version, lag)
+  PUSH (version seen) ---------->  push: apply, free the parked
+  DONE  ------------------------>  leave
+  FINAL ------------------------>  answered when all are done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import PeerLost
+from manyhands.core.flat import Span
+from manyhands.core.protocols import Codec, Message, Tag, recv
+from manyhands.core.worker import Worker
+from manyhands.topology.servers.shard import Shard
+
+ASK, WEIGHTS, PUSH, DONE, FINAL = Tag("ask"), Tag("weights"), Tag("push"), Tag("done"), Tag("final")
+EXCHANGE, MOVED = Tag("exchange"), Tag("moved")
+
+
+class LentInbox:
+    """Gradients stay in the messages that brought them until they are applied."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._lent: dict[int, tuple[Sequence[Sequence[Tensor]], frozenset[int], Callable[[], None]]] = {}
+
+    def put(
+        self, i: int, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int], release: Callable[[], None]
+    ) -> None:
+        """Keep the message."""
+        self._lent[i] = payload, frozenset(untouched), release
+
+    def write(self, i: int, place: int, out: Tensor) -> None:
+        """Decode straight from the message."""
+        self._codec.decode(self._lent[i][0][place], out)
+
+    def take(self, i: int) -> frozenset[int]:
+        """Release the message."""
+        _, untouched, release = self._lent.pop(i)
+        release()
+        return untouched
+
+
+class Keeper:
+    """The loop of a rank that keeps a shard."""
+
+    def __init__(self, w: Worker, shard: Shard) -> None:
+        self._w = w
+        self._t = w.transport
+        self._shard = shard
+        self._number = {rank: i for i, rank in enumerate(w.workers)}
+        self._final: int | None = None
+
+    def serve(self) -> None:
+        """Answer workers until all are done and the last reader has been served."""
+        while self._shard.ledger.alive or self._final is None:
+            try:
+                message = recv(self._t, PUSH, ASK, EXCHANGE, DONE, FINAL)
+            except PeerLost as loss:
+                if loss.rank in self._number:
+                    self._answer(self._shard.lose(self._number[loss.rank], loss))
+                if not (self._t.role == "worker" or self._t.peers("worker")):
+                    return
+                continue
+            self._handle(message, self._number[message.frm])
+        self._send_weights(self._final)
+
+    def _handle(self, message: Message, i: int) -> None:
+        shard, tag = self._shard, message.tag
+        if tag == PUSH:
+            seen, untouched, lengths = message.meta
+            payload = _regroup(message.tensors, lengths)
+            self._w.move(shard.nbytes)
+            self._answer(shard.push(i, payload, seen, untouched, message.release))
+        elif tag == ASK:
+            if shard.pull(i):
+                self._answer([i])
+        elif tag == EXCHANGE:
+            self._w.move(2 * shard.nbytes)
+            moves = shard.exchange(message.tensors, message.meta[0])
+            message.release()
+            self._t.send(message.frm, MOVED, (), moves)
+        elif tag == DONE:
+            self._answer(shard.leave(i))
+        else:
+            self._final = message.frm
+
+    def _answer(self, admitted: list[int]) -> None:
+        for i in admitted:
+            self._w.move(self._shard.nbytes)
+            self._send_weights(self._w.workers[i])
+
+    def _send_weights(self, rank: int) -> None:
+        """Send a copy: the shard goes on changing its own weights."""
+        ledger, i = self._shard.ledger, self._number[rank]
+        copies = [h.weights if h.weights.is_meta else h.weights.clone() for h in self._shard.holdings]
+        self._t.send(rank, WEIGHTS, (ledger.version, ledger.lag[i]), copies)
+
+
+class MessageLane:
+    """A worker's lane to a shard kept by another rank, or by another activity of its own."""
+
+    def __init__(self, w: Worker, keeper: int, spans: list[Span]) -> None:
+        self.spans = spans
+        self.lag = 0
+        self._t = w.transport
+        self._keeper = keeper
+        self._version = 0
+
+    def ask(self) -> None:
+        self._t.send(self._keeper, ASK)
+
+    def pull(self, into: Sequence[Tensor]) -> None:
+        message = recv(self._t, WEIGHTS, frm=self._keeper)
+        self._version, self.lag = message.meta
+        _copy(message.tensors, into)
+        message.release()
+
+    def push(self, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int]) -> None:
+        lengths = tuple(len(tensors) for tensors in payload)
+        self._t.send(self._keeper, PUSH, (self._version, tuple(untouched), lengths), [x for p in payload for x in p])
+
+    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
+        self._t.send(self._keeper, EXCHANGE, (alpha,), xs)
+        return list(recv(self._t, MOVED, frm=self._keeper).keep())
+
+    def done(self) -> None:
+        self._t.send(self._keeper, DONE)
+
+    def final(self, into: Sequence[Tensor]) -> None:
+        self._t.send(self._keeper, FINAL)
+        self.pull(into)
+
+
+@torch.no_grad()
+def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    for x, y in zip(tensors, into, strict=True):
+        if not y.is_meta:
+            y.copy_(x)
+
+
+def _regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Sequence[Tensor]]:
+    """One message's tensors, as one payload per span."""
+    groups, start = [], 0
+    for length in lengths:
+        groups.append(tensors[start : start + length])
+        start += length
+    return groups

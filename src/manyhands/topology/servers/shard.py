@@ -1,0 +1,132 @@
+"""Shard: a stretch of the weights, who stands where, and the decisions of a Consistency.
+
+    push(i, g)   pending <- pending + g;  if ready: w <- w + rule(mean or each), version += 1
+    pull(i)      if admitted: read, else park until a push or a departure frees i
+    exchange(x)  e = alpha (x - w);  w <- w + e;  e goes back        (the elastic move)
+
+Nothing here sends or waits. Two ways lead to a shard: messages (a loop on the rank that keeps it) and
+shared memory (whoever pushes runs these same methods under the host's lock). Gradients are summed in
+the order of ranks, so a bulk result does not depend on who came first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import PeerLost
+from manyhands.core.holding import Holding
+from manyhands.core.protocols import At, Consistency
+from manyhands.topology.servers.ledger import Ledger
+
+
+class Inbox(Protocol):
+    """Where pushed gradients lie until they are applied."""
+
+    def put(self, i: int, payload: Sequence[Tensor], untouched: Sequence[int], release: Callable[[], None]) -> None:
+        """Take in what worker `i` pushed."""
+
+    def write(self, i: int, place: int, out: Tensor) -> None:
+        """Write worker `i`'s gradient for the shard's `place`-th holding."""
+
+    def take(self, i: int) -> frozenset[int]:
+        """Worker `i`'s gradient has been read: give it back; the parameters it had not touched."""
+
+
+class Shard:
+    """State and decisions of one server shard; workers are numbered from 0."""
+
+    def __init__(
+        self, holdings: list[Holding], when: Consistency, ledger: Ledger, inbox: Inbox, batch_size: int
+    ) -> None:
+        self.holdings = holdings
+        self.when = when
+        self.ledger = ledger
+        self._inbox = inbox
+        self._batch_size = batch_size
+        self._sum = [torch.empty_like(h.weights) for h in holdings]
+        self._one = [torch.empty_like(h.weights) for h in holdings] if when.merges else []
+        self.nbytes = sum(h.weights.numel() * h.weights.element_size() for h in holdings)
+
+    def pull(self, i: int) -> bool:
+        """May worker `i` read now? If not, it is parked."""
+        ledger = self.ledger
+        me = ledger.standing(i)
+        if not self.when.admit(me):
+            ledger.parked[i] = 1
+            return False
+        if self.when.bounds_clocks:
+            ledger.lag[i] = max(0, me.clock - me.slowest)
+        return True
+
+    def push(
+        self,
+        i: int,
+        payload: Sequence[Tensor],
+        seen: int,
+        untouched: Sequence[int] = (),
+        release: Callable[[], None] = lambda: None,
+    ) -> list[int]:
+        """Take a gradient computed at version `seen`; returns the parked workers that may read now."""
+        ledger = self.ledger
+        if not self.when.bounds_clocks:
+            ledger.lag[i] = ledger.version - seen
+        self._inbox.put(i, payload, untouched, release)
+        ledger.add_pending(i)
+        return self._settle(ledger.tick(i))
+
+    def leave(self, i: int) -> list[int]:
+        """Worker `i` has finished; returns who may read now."""
+        return self._settle(self.ledger.leave(i))
+
+    def lose(self, i: int, loss: PeerLost) -> list[int]:
+        """Worker `i` is lost: the end of bulk methods, a departure for all others."""
+        if not self.when.tolerates_loss:
+            raise loss
+        return self.leave(i)
+
+    @torch.no_grad()
+    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
+        """The elastic move: pull the weights towards `xs` and say by how much."""
+        moves = [alpha * (x - h.weights) for x, h in zip(xs, self.holdings, strict=True)]
+        for e, h in zip(moves, self.holdings, strict=True):
+            h.weights.add_(e)
+        self.ledger.version += 1
+        return moves
+
+    def _settle(self, slowest_moved: bool) -> list[int]:
+        """Apply what is ready, then ask again for whoever that may have freed."""
+        ledger, applied = self.ledger, []
+        if ledger.pending and self.when.ready(ledger.pending, ledger.alive):
+            applied = ledger.take_pending()
+            for group in [applied] if self.when.merges else [[i] for i in applied]:
+                self._update(group)
+                ledger.version += 1
+        candidates = range(ledger.workers) if slowest_moved else applied
+        freed = [i for i in candidates if ledger.parked[i] and self.when.admit(ledger.standing(i))]
+        for i in freed:
+            ledger.parked[i] = 0
+        return freed
+
+    @torch.no_grad()
+    def _update(self, group: list[int]) -> None:
+        """One update with the mean of the gradients of `group`, summed in rank order."""
+        for place, holding in enumerate(self.holdings):
+            if holding.weights.is_meta:
+                break
+            g = self._sum[place]
+            self._inbox.write(group[0], place, g)
+            for i in group[1:]:
+                self._inbox.write(i, place, self._one[place])
+                g.add_(self._one[place])
+            if len(group) > 1:
+                g.div_(len(group))
+        untouched = frozenset.intersection(*(self._inbox.take(i) for i in group))
+        samples = self.ledger.pushes * self._batch_size
+        for place, holding in enumerate(self.holdings):
+            lag = max(self.ledger.lag[i] for i in group)
+            at = At(holding.weights, lag=lag, rank=group[0], count=len(group), samples=samples)
+            holding.update(self._sum[place], at, untouched)

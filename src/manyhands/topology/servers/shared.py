@@ -1,0 +1,154 @@
+"""A shard in the shared memory of a host: whoever pushes applies, under the shard's lock.
+
+Nobody owns the shard, so a killed worker takes none with it, and no rank serves. A worker that may not
+read yet is parked; whoever frees it sends a small message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import PeerLost
+from manyhands.core.flat import Span
+from manyhands.core.holding import Holding
+from manyhands.core.protocols import Codec, Consistency, Rule, Tag, recv
+from manyhands.core.worker import Worker
+from manyhands.topology.servers.ledger import Ledger
+from manyhands.topology.servers.shard import Shard
+
+WAKE = Tag("wake", credit=64)
+
+
+class SharedInbox:
+    """Gradients lie decoded in shared memory, one stretch per worker; only merging needs them to stay."""
+
+    def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codec: Codec, keeps: bool) -> None:
+        self._codec = codec
+        self._mine: tuple[Sequence[Sequence[Tensor]], frozenset[int]] = ((), frozenset())
+        self._keeps = keeps
+        workers = range(len(w.workers)) if keeps else ()
+        places = len(w.flat.places)
+        shared = w.transport.shared
+        self._grads = {
+            i: [shared(f"{name}.grad{i}.{n}", x.numel(), x.dtype) for n, x in enumerate(weights)] for i in workers
+        }
+        self._skipped = {i: shared(f"{name}.skip{i}", places, torch.uint8) for i in workers}
+
+    def put(
+        self, i: int, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int], release: Callable[[], None]
+    ) -> None:
+        """Applied at once it is read where it is; otherwise it is written where others can read it."""
+        self._mine = payload, frozenset(untouched)
+        if self._keeps:
+            for tensors, out in zip(payload, self._grads[i], strict=True):
+                self._codec.decode(tensors, out)
+            self._skipped[i].zero_()
+            self._skipped[i][list(untouched)] = 1
+
+    def write(self, i: int, place: int, out: Tensor) -> None:
+        """From shared memory, or from the one payload there is."""
+        if self._keeps:
+            out.copy_(self._grads[i][place])
+        else:
+            self._codec.decode(self._mine[0][place], out)
+
+    def take(self, i: int) -> frozenset[int]:
+        """The parameters that were not touched."""
+        return frozenset(self._skipped[i].nonzero().flatten().tolist()) if self._keeps else self._mine[1]
+
+
+class SharedLane:
+    """A worker's lane to a shard in its host's memory."""
+
+    def __init__(self, w: Worker, number: int, spans: list[Span], when: Consistency, rule: Rule, codec: Codec) -> None:
+        self.spans = spans
+        self.lag = 0
+        self._w = w
+        self._t = w.transport
+        self._me = w.workers.index(w.rank)
+        self._name = f"shard{number}"
+        self._wake = WAKE.of(number)
+        self._version = 0
+        with self._t.lock(self._name):
+            self._shard = self._find(when, rule, codec)
+
+    def _find(self, when: Consistency, rule: Rule, codec: Codec) -> Shard:
+        """Map the shard's memory; the first to come fills it."""
+        w, name = self._w, self._name
+        counts = len(w.flat.places) * len(self.spans)
+        size = Ledger.size(len(w.workers), counts)
+        cells = memoryview(self._t.shared(f"{name}.ledger", size, torch.int64).numpy())  # type: ignore[arg-type]
+        ledger = Ledger(len(w.workers), counts, cells)
+        first = not ledger.begun
+
+        def allocate(key: str, fresh: Tensor) -> Tensor:
+            memory = self._t.shared(f"{name}.{key}", fresh.numel(), fresh.dtype).view(fresh.shape)
+            return memory.copy_(fresh) if first else memory
+
+        holdings = []
+        for n, span in enumerate(self.spans):
+            weights = allocate(f"weights{n}", w.flat.weights(span))
+            holding = Holding(span, weights, w.flat.places, rule, lambda key, x, n=n: allocate(f"{n}.{key}", x))
+            holding.counts = ledger.counts[n * len(w.flat.places) :][: len(holding.marks)]
+            holdings.append(holding)
+        if first:
+            ledger.begin()
+        inbox = SharedInbox(w, name, [h.weights for h in holdings], codec, keeps=when.merges or not when.ready(1, 2))
+        return Shard(holdings, when, ledger, inbox, w.batch_size)
+
+    def ask(self) -> None:
+        """Nobody has to be asked."""
+
+    def pull(self, into: Sequence[Tensor]) -> None:
+        while True:
+            with self._t.lock(self._name):
+                if self._shard.pull(self._me):
+                    self._read(into)
+                    return
+            try:
+                recv(self._t, self._wake)
+            except PeerLost as loss:
+                self._lose(loss)
+
+    def _read(self, into: Sequence[Tensor]) -> None:
+        ledger = self._shard.ledger
+        self._version, self.lag = ledger.version, ledger.lag[self._me]
+        with torch.no_grad():
+            for x, h in zip(into, self._shard.holdings, strict=True):
+                x.copy_(h.weights)
+        self._w.move(self._shard.nbytes)
+
+    def push(self, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int]) -> None:
+        with self._t.lock(self._name):
+            self._w.move(self._shard.nbytes)
+            freed = self._shard.push(self._me, payload, self._version, untouched)
+            self.lag = max(self.lag, self._shard.ledger.lag[self._me])
+        self._wake_up(freed)
+
+    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
+        with self._t.lock(self._name):
+            self._w.move(2 * self._shard.nbytes)
+            return self._shard.exchange(xs, alpha)
+
+    def done(self) -> None:
+        with self._t.lock(self._name):
+            freed = self._shard.leave(self._me)
+        self._wake_up(freed)
+
+    def final(self, into: Sequence[Tensor]) -> None:
+        with self._t.lock(self._name):
+            self._read(into)
+
+    def _lose(self, loss: PeerLost) -> None:
+        if loss.rank in self._w.workers:
+            with self._t.lock(self._name):
+                freed = self._shard.lose(self._w.workers.index(loss.rank), loss)
+            self._wake_up(freed)
+
+    def _wake_up(self, freed: list[int]) -> None:
+        for i in freed:
+            if i != self._me:
+                self._t.send(self._w.workers[i], self._wake)

@@ -1,0 +1,132 @@
+"""Cluster: the machines of the virtual world, and what happens to them."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.virtual.faults import CutLink, Die, Fault, Slow, SlowLink, Stop
+from manyhands.virtual.units import bytes_per_second, seconds
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines that exist only in virtual time.
+
+    Args:
+        workers: how many workers; they are ranks 0, 1, ...
+        servers: how many server ranks of their own, each on its own host; they follow the workers.
+        hosts: over how many hosts the workers spread; None: one each (one in all for methods that need it).
+        cores: cores of a host, shared by the activities of its ranks; None: one per worker on it.
+        speeds: relative speed of each worker, 1.0 if not given.
+        jitter: standard deviation of the logarithm of every compute time, drawn from the seed.
+        latency: of a message between hosts.
+        bandwidth: of each host's link, each way.
+        local_latency: of a message inside a host.
+        local_bandwidth: at which a rank moves messages inside its host.
+        cpu_per_byte: seconds of a core that sending or receiving one byte between hosts costs.
+        stragglers: one or several Slow.
+        faults: what breaks and when.
+        order: the workers' gradients end in exactly this order, at times 1, 2, 3, ...; for tests.
+        turns: the workers' whole steps happen in this order, at times 0, 1, 2, ...; for tests.
+    """
+
+    workers: int = 4
+    servers: int = 0
+    hosts: int | None = None
+    cores: int | None = None
+    speeds: Sequence[float] | None = None
+    jitter: float = 0.0
+    latency: str | float = "50us"
+    bandwidth: str | float = "10Gbit"
+    local_latency: str | float = "1us"
+    local_bandwidth: str | float = "64Gbit"
+    cpu_per_byte: float = 0.0
+    stragglers: Slow | Sequence[Slow] = ()
+    faults: Sequence[Fault] = ()
+    order: Sequence[int] | None = None
+    turns: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unless(self.workers >= 1, "workers", self.workers, ">= 1")
+        refuse_unless(self.servers >= 0, "servers", self.servers, ">= 0")
+        hosts, cores = self.hosts or 1, self.cores or 1
+        refuse_unless(self.hosts != 0 and 1 <= hosts <= self.workers, "hosts", self.hosts, f"1 to {self.workers}")
+        refuse_unless(self.cores != 0 and cores >= 1, "cores", self.cores, ">= 1")
+        refuse_unless(self.jitter >= 0, "jitter", self.jitter, ">= 0")
+        refuse_unless(self.cpu_per_byte >= 0, "cpu_per_byte", self.cpu_per_byte, ">= 0")
+        self._check_speeds()
+        self._check_ranks()
+        for name in ("latency", "local_latency"):
+            seconds(getattr(self, name), name)
+        for name in ("bandwidth", "local_bandwidth"):
+            rate = bytes_per_second(getattr(self, name), name)
+            refuse_unless(rate > 0, name, getattr(self, name), "> 0")
+
+    def _check_speeds(self) -> None:
+        if self.speeds is not None:
+            refuse_unless(len(self.speeds) == self.workers, "the number of speeds", len(self.speeds), str(self.workers))
+            refuse_unless(all(0 < s < math.inf for s in self.speeds), "speeds", list(self.speeds), "all > 0")
+
+    def _check_ranks(self) -> None:
+        named = [rank for slow in self.slow for rank in slow.ranks]
+        named += [fault.rank for fault in self.faults if not isinstance(fault, Slow)]
+        last = self.workers + self.servers - 1
+        for rank in named:
+            refuse_unless(rank <= last, "the rank of a fault or straggler", rank, f"0 to {last}")
+        for rank in [*(self.order or ()), *(self.turns or ())]:
+            refuse_unless(0 <= rank < self.workers, "a rank in the order of events", rank, f"0 to {self.workers - 1}")
+
+    @property
+    def slow(self) -> list[Slow]:
+        """All stragglers, however they were given."""
+        given = [self.stragglers] if isinstance(self.stragglers, Slow) else list(self.stragglers)
+        return given + [fault for fault in self.faults if isinstance(fault, Slow)]
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.workers + self.servers
+
+    def placement(self) -> list[int]:
+        """The host of every rank; servers have hosts of their own."""
+        hosts = self.hosts or self.workers
+        return [rank * hosts // self.workers for rank in range(self.workers)] + [
+            hosts + server for server in range(self.servers)
+        ]
+
+    def on_one_host(self) -> Cluster:
+        """This cluster with its workers on one host, if nobody said otherwise."""
+        if self.hosts not in (None, 1):
+            raise Refused(f"hosts is {self.hosts}, but this method needs all workers on 1 host: they share memory")
+        return replace(self, hosts=1)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Cluster:
+        """Read a TOML file whose keys are the arguments; faults are tables with a `kind`."""
+        try:
+            given: dict[str, Any] = tomllib.loads(Path(path).read_text())
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise Refused(f"cannot read the cluster file {path}: {error}") from error
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise Refused(f"{path} has {unknown[0]!r}, but a cluster knows only {', '.join(sorted(known))}")
+        for name in ("faults", "stragglers"):
+            given[name] = [_fault(path, dict(table)) for table in given.get(name, ())]
+        return cls(**given)
+
+
+def _fault(path: str | Path, table: dict[str, Any]) -> Fault:
+    kinds: dict[str, type[Fault]] = {"die": Die, "stop": Stop, "cut": CutLink, "slow-link": SlowLink, "slow": Slow}
+    kind = table.pop("kind", "slow")
+    if kind not in kinds:
+        raise Refused(f"{path} has a fault of kind {kind!r}, but must be one of {', '.join(kinds)}")
+    try:
+        return kinds[kind](**table)
+    except TypeError as error:
+        raise Refused(f"{path} has a fault of kind {kind!r} with wrong settings: {error}") from error

@@ -1,0 +1,182 @@
+"""The event kernel: many ranks in one process, one clock, the same order every time.
+
+Each activity of a rank is a greenlet. Waiting hands control to the hub, which runs whoever is ready,
+then jumps to the earliest event. Events at one instant happen in the order they were asked for, so a
+run depends on nothing but its inputs.
+
+    ready     activities that may go on at this instant, first come first served
+    heap      (time, number, action, argument): what happens later
+
+Torch keeps some state per thread, and all ranks share one thread: grad mode is carried by the kernel;
+a wait under inference mode, autocast, a device or dispatch mode, or inside a backward pass (whose
+queue belongs to the thread) would leak into another rank and is refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from manyhands.core.errors import Deadlock, MayNotWait
+
+
+def inside_backward() -> bool:
+    """Whether autograd is running on this thread right now."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def leaking_mode() -> str | None:
+    """The thread-local torch mode, if any, that another rank would inherit at a switch."""
+    if inside_backward():
+        return "a backward pass"
+    if torch.is_inference_mode_enabled():
+        return "torch.inference_mode"
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "a torch device or dispatch mode"
+    return "torch.autocast" if torch._C._is_any_autocast_enabled() else None
+
+
+class Activity:
+    """One line of control of one rank."""
+
+    __slots__ = ("_kernel", "daemon", "done", "green", "joiners", "losses_told", "name", "rank", "waited", "waits_for")
+
+    def __init__(self, kernel: Kernel, run: Callable[[], Any], name: str, rank: int, daemon: bool) -> None:
+        self._kernel = kernel
+        self.name = name
+        self.rank = rank
+        self.daemon = daemon
+        self.done = False
+        self.joiners: list[Activity] = []
+        self.waits_for: tuple[Any, ...] = ("its start",)
+        self.waited = 0.0
+        self.losses_told = 0
+        self.green = greenlet(lambda _: kernel.perform(self, run), kernel.hub)
+
+    def join(self) -> None:
+        """Wait until this activity has ended."""
+        if not self.done:
+            self.joiners.append(self._kernel.current)
+            self._kernel.wait("the end of", self.name)
+
+
+class Kernel:
+    """The clock, the heap and the hub."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = 0
+        self.hub = getcurrent()
+        self.current: Activity
+        self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._number = 0
+        self._ready: deque[tuple[Activity, Any]] = deque()
+        self._activities: set[Activity] = set()
+        self._busy = 0
+        self._failure: BaseException | None = None
+
+    def at(self, time: float, action: Callable[[Any], None], argument: Any = None) -> None:
+        """Call `action(argument)` when the clock reaches `time`."""
+        self._number += 1
+        heapq.heappush(self._heap, (time, self._number, action, argument))
+
+    def spawn(self, run: Callable[[], Any], name: str, rank: int, daemon: bool = False) -> Activity:
+        """Start an activity at this instant."""
+        activity = Activity(self, run, name, rank, daemon)
+        self._activities.add(activity)
+        self._busy += not daemon
+        self._ready.append((activity, None))
+        return activity
+
+    def perform(self, activity: Activity, run: Callable[[], Any]) -> None:
+        """The body of every greenlet: the first error of any of them stops the run."""
+        try:
+            run()
+        except GreenletExit:
+            pass
+        except BaseException as error:
+            error.add_note(f"in {activity.name} at virtual time {self.now:.9g} s")
+            self._failure = self._failure or error
+        finally:
+            activity.done = True
+            self._activities.discard(activity)
+            self._busy -= not activity.daemon
+            for joiner in activity.joiners:
+                self.wake(joiner)
+
+    def wake(self, activity: Activity, value: Any = None) -> None:
+        """Let a waiting activity go on at this instant with `value`; an exception is raised in it."""
+        self._ready.append((activity, value))
+
+    def wait(self, *why: Any) -> Any:
+        """Hand over control until somebody wakes the current activity."""
+        me = self.current
+        if mode := leaking_mode():
+            raise MayNotWait(f"{me.name} may not wait for {_words(why)} inside {mode}")
+        me.waits_for = why
+        grad = torch.is_grad_enabled()
+        began = self.now
+        value = self.hub.switch()
+        me.waited += self.now - began
+        if torch.is_grad_enabled() is not grad:
+            torch.set_grad_enabled(grad)
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    def sleep_until(self, time: float) -> None:
+        """Wait for a moment; it does not count as waiting for others."""
+        me = self.current
+        waited = me.waited
+        self.at(time, self.wake, me)
+        self.wait("the time", time)
+        me.waited = waited
+
+    def kill(self, activity: Activity) -> None:
+        """End an activity where it stands; its `finally` blocks run."""
+        if not activity.done:
+            self.current = activity
+            activity.green.throw(GreenletExit)
+            if not activity.done:  # it had never run, so there was no `finally` to do this
+                self.perform(activity, lambda: None)
+
+    def run(self) -> None:
+        """Play everything; raise the first error of any activity, or say who is stuck."""
+        grad = torch.is_grad_enabled()
+        try:
+            self._play()
+        finally:
+            for activity in sorted(self._activities, key=lambda one: (one.rank, one.name)):
+                self.kill(activity)
+            torch.set_grad_enabled(grad)
+        if self._failure:
+            raise self._failure
+
+    def _play(self) -> None:
+        heap, ready = self._heap, self._ready
+        while self._busy and not self._failure:
+            self.events += 1
+            if ready:
+                activity, value = ready.popleft()
+                if not activity.done:
+                    self.current = activity
+                    activity.green.switch(value)
+            elif heap:
+                self.now, _, action, argument = heapq.heappop(heap)
+                action(argument)
+            else:
+                raise Deadlock(self._who_waits())
+
+    def _who_waits(self) -> str:
+        stuck = sorted(self._activities, key=lambda one: (one.rank, one.name))
+        lines = [f"  {one.name} waits for {_words(one.waits_for)}" for one in stuck]
+        return f"nobody can go on at virtual time {self.now:.9g} s:\n" + "\n".join(lines)
+
+
+def _words(why: tuple[Any, ...]) -> str:
+    return " ".join(str(word) for word in why)

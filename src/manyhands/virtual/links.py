@@ -1,0 +1,162 @@
+"""Links between hosts: latency, bandwidth, and contention at both ends.
+
+A host sends through one port and receives through another. A sending port serves its flows (one per
+pair of ranks) in turn, one chunk at a time, a message in at most 16 chunks; a chunk occupies both ports:
+
+    start = max(now, this port free, that port free)      end = start + bytes / bandwidth
+    the message arrives at (end of its last chunk) + latency
+
+So many senders share the port they all send to, and one large message does not hold up the others.
+Messages of one flow keep their order. Ranks of one host use the host's memory instead of the ports.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from manyhands.virtual.kernel import Kernel
+
+CHUNKS = 16
+SMALLEST_CHUNK = 16 * 1024
+
+
+class Port:
+    """One end of a host's link; `rate` in bytes per second."""
+
+    __slots__ = ("flows", "free", "last", "rate", "serving")
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self.free = 0.0
+        self.flows: deque[Flow] = deque()
+        self.last: Flow | None = None
+        """The flow whose chunk is on the wire and which has more: it queues again when that has passed."""
+        self.serving = False
+
+
+class Flow:
+    """The messages on their way from one rank to another."""
+
+    __slots__ = ("arrival", "into", "latency", "left", "out", "queue", "queued", "to")
+
+    def __init__(self, out: Port, into: Port | None, to: int, latency: float) -> None:
+        self.out = out
+        self.into = into
+        self.to = to
+        self.latency = latency
+        self.queue: deque[tuple[int, Any]] = deque()
+        self.left = 0
+        self.queued = False
+        self.arrival = 0.0
+
+
+class Network:
+    """All links of a cluster; hands every message to `deliver` when it arrives."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        hosts: Sequence[int],
+        *,
+        latency: float,
+        bandwidth: float,
+        local_latency: float,
+        local_bandwidth: float,
+        deliver: Callable[[Any], None],
+    ) -> None:
+        self._kernel = kernel
+        self._hosts = hosts
+        self._latency = (latency, local_latency)
+        self._out = {host: Port(bandwidth) for host in hosts}
+        self._in = {host: Port(bandwidth) for host in hosts}
+        self._memory = [Port(local_bandwidth) for _ in hosts]
+        self._flows: dict[tuple[int, int], Flow] = {}
+        self._slower = [1.0] * len(hosts)
+        self._deliver = deliver
+
+    def carry(self, frm: int, to: int, nbytes: int, message: Any) -> None:
+        """Put a message on its way."""
+        flow = self._flows.get((frm, to)) or self._open(frm, to)
+        flow.queue.append((nbytes, message))
+        if flow.queued:
+            return
+        flow.queued = True
+        flow.left = nbytes
+        port = flow.out
+        port.flows.append(flow)
+        if not port.serving:
+            if port.free > self._kernel.now:
+                port.serving = True
+                self._kernel.at(port.free, self._serve, port)
+            else:
+                self._serve(port)
+
+    def _open(self, frm: int, to: int) -> Flow:
+        here, there = self._hosts[frm], self._hosts[to]
+        local = here == there
+        latency = self._latency[local] * (1.0 if local else self._slower[frm] * self._slower[to])
+        out, into = (self._memory[frm], None) if local else (self._out[here], self._in[there])
+        flow = self._flows[frm, to] = Flow(out, into, to, latency)
+        return flow
+
+    def _serve(self, port: Port) -> None:
+        """Send one chunk of the flow whose turn it is."""
+        if port.last is not None:
+            port.flows.append(port.last)
+            port.last = None
+        port.serving = bool(port.flows)
+        if not port.flows:
+            return
+        flow = port.flows.popleft()
+        total, message = flow.queue[0]
+        chunk = min(flow.left, max(-(-total // CHUNKS), SMALLEST_CHUNK))
+        start, rate, into = self._kernel.now, port.rate, flow.into
+        if into is not None:
+            start = max(start, into.free)
+            rate = min(rate, into.rate)
+        end = port.free = start + chunk / rate
+        if into is not None:
+            into.free = end
+        flow.left -= chunk
+        if not flow.left:
+            self._complete(flow, message, end)
+        if flow.queued:
+            port.last = flow
+        port.serving = flow.queued or bool(port.flows)
+        if port.serving:
+            self._kernel.at(end, self._serve, port)
+
+    def _complete(self, flow: Flow, message: Any, end: float) -> None:
+        """The last chunk is on the wire: foresee the arrival, go on with the next message."""
+        flow.arrival = max(end + flow.latency, flow.arrival)
+        self._kernel.at(flow.arrival, self._deliver, message)
+        flow.queue.popleft()
+        flow.queued = bool(flow.queue)
+        if flow.queued:
+            flow.left = flow.queue[0][0]
+
+    def slow(self, rank: int, factor: float) -> None:
+        """Divide the bandwidth of a rank's host by `factor`, multiply its latency."""
+        host = self._hosts[rank]
+        self._out[host].rate /= factor
+        self._in[host].rate /= factor
+        self._slower[rank] *= factor
+        for (frm, to), flow in self._flows.items():
+            if rank in (frm, to) and flow.into is not None:
+                flow.latency *= factor
+
+    def drop(self, rank: int) -> list[Any]:
+        """Forget whatever a lost rank had not sent completely, and what was on its way to it."""
+        dropped = []
+        for (frm, to), flow in self._flows.items():
+            if rank in (frm, to) and flow.queued:
+                dropped += [message for _, message in flow.queue]
+                flow.queue.clear()
+                flow.queued = False
+                if flow.out.last is flow:
+                    flow.out.last = None
+                else:
+                    flow.out.flows.remove(flow)
+        return dropped

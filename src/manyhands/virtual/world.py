@@ -1,0 +1,178 @@
+"""The virtual world: builds a cluster's ranks, plays their programs, breaks what is to break."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import ManyhandsError, PeerLost
+from manyhands.core.protocols import Transport
+from manyhands.virtual.cluster import Cluster
+from manyhands.virtual.cores import Cores
+from manyhands.virtual.faults import Fault, Slow, SlowLink
+from manyhands.virtual.kernel import Activity, Kernel
+from manyhands.virtual.links import Network
+from manyhands.virtual.messages import VirtualMessage
+from manyhands.virtual.native import Meeting
+from manyhands.virtual.transport import VirtualTransport
+from manyhands.virtual.units import bytes_per_second, seconds
+
+
+class World:
+    """One cluster in one run."""
+
+    def __init__(self, cluster: Cluster, seed: int = 0) -> None:
+        self.cluster = cluster
+        self.seed = seed
+        self.kernel = Kernel()
+        self.hosts = cluster.placement()
+        self.lost: list[tuple[int, str]] = []
+        self.locks: dict[tuple[int, str], deque[Activity]] = {}
+        self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self._why_gone: dict[int, str] = {}
+        self._memory: dict[tuple[int, str], Tensor] = {}
+        self._latency = seconds(cluster.latency), seconds(cluster.local_latency)
+        self._rate = bytes_per_second(cluster.bandwidth), bytes_per_second(cluster.local_bandwidth)
+        self.cores = {host: Cores(self.kernel, cluster.cores or self.hosts.count(host)) for host in self.hosts}
+        self.network = Network(
+            self.kernel,
+            self.hosts,
+            latency=self._latency[0],
+            bandwidth=self._rate[0],
+            local_latency=self._latency[1],
+            local_bandwidth=self._rate[1],
+            deliver=self._deliver,
+        )
+        speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * cluster.servers)]
+        roles = ["worker"] * cluster.workers + ["server"] * cluster.servers
+        self.ranks = [VirtualTransport(self, rank, roles[rank], speeds[rank]) for rank in range(cluster.size)]
+        for fault in [*cluster.slow, *(one for one in cluster.faults if not isinstance(one, Slow))]:
+            self.kernel.at(seconds(fault.at), self._break, fault)
+
+    def turns(self, rank: int) -> Iterator[float] | None:
+        """When this rank's gradients end, if the cluster prescribes an order of events."""
+        if self.cluster.turns is not None:
+            return iter(lambda: self.kernel.now, None)
+        if self.cluster.order is not None:
+            return (place + 1.0 for place, who in enumerate(self.cluster.order) if who == rank)
+        return None
+
+    def link(self, group: Sequence[int]) -> tuple[float, float]:
+        """Latency and bytes per second among these ranks."""
+        local = len({self.hosts[rank] for rank in group}) == 1
+        return self._latency[local], self._rate[local]
+
+    def shared(self, host: int, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """One memory per host and name."""
+        memory = self._memory.get((host, name))
+        if memory is None:
+            memory = self._memory[host, name] = torch.zeros(numel, dtype=dtype)
+        if memory.numel() != numel or memory.dtype != dtype:
+            raise ManyhandsError(f"shared memory {name!r} has {memory.numel()} {memory.dtype}, not {numel} {dtype}")
+        return memory
+
+    def _deliver(self, parcel: tuple[VirtualTransport, int, VirtualMessage]) -> None:
+        sender, to, message = parcel
+        if sender.rank in self._why_gone and self._why_gone[sender.rank] != "left":
+            return
+        sender.sent()
+        if to not in self._why_gone:
+            self.ranks[to].deliver(message)
+
+    # -- membership -------------------------------------------------------------------------------
+
+    def alive(self, role: str | None, but: int) -> list[int]:
+        """Ranks that are neither lost nor gone."""
+        return [
+            one.rank
+            for one in self.ranks
+            if one.rank != but and one.rank not in self._why_gone and role in (None, one.role)
+        ]
+
+    def is_gone(self, rank: int) -> bool:
+        return rank in self._why_gone
+
+    def why_gone(self, rank: int) -> str | None:
+        return self._why_gone.get(rank)
+
+    def leave(self, rank: int) -> None:
+        """A rank says good-bye."""
+        self._why_gone[rank] = "left"
+        self._announce(rank, "left", lost=False)
+
+    def lose(self, rank: int, why: str) -> None:
+        """A rank is gone for good: fence it, then tell the others."""
+        if rank in self._why_gone:
+            return
+        self._why_gone[rank] = why
+        self.lost.append((rank, why))
+        for activity in self.ranks[rank].activities:
+            self.kernel.kill(activity)
+        for sender, _, _ in self.network.drop(rank):
+            sender.sent()
+        self._announce(rank, why, lost=True)
+
+    def _announce(self, rank: int, why: str, lost: bool) -> None:
+        for one in self.ranks:
+            if one.rank not in self._why_gone:
+                one.notice(rank, why, lost)
+        for group, meeting in list(self.meetings.items()):
+            if rank in group:
+                del self.meetings[group]
+                for activity in meeting.waiting:
+                    self.kernel.wake(activity, PeerLost(rank, why))
+
+    def _break(self, fault: Fault) -> None:
+        if isinstance(fault, Slow):
+            for rank in fault.ranks:
+                self.ranks[rank].speed /= fault.factor
+        elif isinstance(fault, SlowLink):
+            self.network.slow(fault.rank, fault.factor)
+        else:
+            self.lose(fault.rank, fault.why)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What came out of a run in virtual time."""
+
+    results: list[Any]
+    seconds: float
+    bytes: list[int]
+    rounds: int
+    events: int
+    lost: list[tuple[int, str]]
+
+
+def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 0) -> Simulation:
+    """Run `program` on every rank of the cluster until all have ended."""
+    world = World(cluster, seed)
+    results: list[Any] = [None] * cluster.size
+
+    def main(rank: VirtualTransport) -> Callable[[], None]:
+        def run() -> None:
+            results[rank.rank] = program(rank)
+
+        return run
+
+    for rank in world.ranks:
+        rank.begin(main(rank))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        world.kernel.run()
+    finally:
+        torch.set_num_threads(threads)
+    sent = [rank.bytes_sent for rank in world.ranks]
+    depth = max(rank.depth for rank in world.ranks)
+    return Simulation(results, world.kernel.now, sent, depth, world.kernel.events, world.lost)
+
+
+def on_ranks(ranks: int, program: Callable[[Transport], Any], cluster: Cluster | None = None) -> Simulation:
+    """Run a function on some virtual ranks and count bytes and rounds: for studying collectives."""
+    return simulate(cluster or Cluster(workers=ranks), program)

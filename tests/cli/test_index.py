@@ -1,0 +1,149 @@
+"""The index reads recipes from source alone, and the real catalog keeps to its form."""
+
+import subprocess
+import sys
+from textwrap import dedent
+from typing import Literal, get_args
+
+import pytest
+
+from manyhands.cli.explain import facts, find
+from manyhands.cli.index import PACKAGE, Loop, methods, read_card
+from manyhands.cli.options import Run
+
+RECIPES = '''
+    """A family."""
+
+    raise RuntimeError("nobody may run this")
+
+    Mode = Literal["plain", "fancy"]
+    RAW = Raw()
+    LR = 0.1
+
+    def _hidden(): ...
+
+    def two_step(staleness: int, lr: float | None = LR, *, codec: Codec = RAW, rule: Rule | None = None,
+                 mode: Mode = "plain", fast: bool = False) -> Server:
+        """Workers walk in twos.
+
+        split  the data
+        when   sometimes
+
+            w <- w - lr g
+
+        Reference: A. Author, "On: walking", 2001,
+        https://example.org/walk
+        Loops: strategies/walk.py Walk.step; strategies/walk.py run
+
+        Where we differ: we run.
+
+        Args:
+            staleness: s, how far
+                ahead: at most.
+            lr: η.
+        """
+
+    def plain(): ...
+'''
+LOOPS = '''
+    """Loops."""
+
+    def run():
+        return 1
+
+    class Walk:
+        @property
+        def step(self):
+            return 2
+'''
+
+
+@pytest.fixture
+def package(tmp_path):
+    package = tmp_path / "src" / "fake"
+    for name, text in {
+        "catalog/walks.py": RECIPES,
+        "catalog/_notes.py": "def no(): ...",
+        "strategies/walk.py": LOOPS,
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(dedent(text))
+    return package
+
+
+def test_every_public_function_is_a_method(package):
+    found = methods(package)
+    assert list(found) == ["two-step", "plain"]
+    assert {method.family for method in found.values()} == {"walks"}
+    assert found["two-step"].function == "two_step"
+
+
+def test_the_docstring_is_the_card(package):
+    card = methods(package)["two-step"].card
+    assert card.summary == "Workers walk in twos."
+    assert card.text.startswith("split  the data\nwhen   sometimes\n\n    w <- w - lr g")
+    assert card.text.endswith("Where we differ: we run.")
+    assert card.paper == 'A. Author, "On: walking", 2001, https://example.org/walk'
+    assert card.loops == (Loop("strategies/walk.py", "Walk.step"), Loop("strategies/walk.py", "run"))
+    assert card.args == {"staleness": "s, how far ahead: at most.", "lr": "η."}
+
+
+def test_an_empty_docstring_is_an_empty_card():
+    card = read_card("")
+    assert (card.summary, card.text, card.paper, card.loops, card.args) == ("", "", "", (), {})
+
+
+def test_parameters_are_knobs(package):
+    knobs = {knob.name: knob for knob in methods(package)["two-step"].knobs}
+    assert knobs["staleness"].required and knobs["staleness"].type is int
+    assert knobs["lr"].type == float | None and knobs["lr"].default == 0.1 and not knobs["lr"].required
+    assert knobs["codec"].part == "Codec" and knobs["codec"].type is str and knobs["codec"].default == "Raw()"
+    assert knobs["rule"].part == "Rule" and knobs["rule"].default is None
+    assert knobs["mode"].type == Literal["plain", "fancy"] and knobs["mode"].part is None
+    assert knobs["fast"].type is bool and knobs["fast"].default is False
+    assert knobs["fast"].flag == "--fast" and knobs["staleness"].help == "s, how far ahead: at most."
+
+
+def test_facts_name_the_files(package):
+    method = methods(package)["two-step"]
+    assert method.facts()["file"] == "src/fake/strategies/walk.py"
+    assert method.facts()["recipe"] == "src/fake/catalog/walks.py"
+    assert methods(package)["plain"].facts()["file"] == "src/fake/catalog/walks.py"
+
+
+def test_loops_are_found_with_their_lines(package):
+    step = find(package, Loop("strategies/walk.py", "Walk.step"))
+    assert step.source == "def step(self):\n    return 2"
+    assert step.path.read_text().splitlines()[step.line - 1].strip() == "def step(self):"
+    assert find(package, Loop("strategies/walk.py", "Walk.stop")) is None
+    assert find(package, Loop("strategies/gone.py", "run")) is None
+    assert [loop["line"] for loop in facts(methods(package)["two-step"])["loops"]] == [step.line, 4]
+
+
+@pytest.mark.parametrize("method", methods().values(), ids=methods())
+def test_every_card_is_complete(method):
+    card = method.card
+    assert card.summary.endswith(".") and card.text and "http" in card.paper
+    assert card.loops and all(find(PACKAGE, loop) for loop in card.loops), card.loops
+    assert set(card.args) == {knob.name for knob in method.knobs}
+    assert not {knob.name for knob in method.knobs} & set(Run.__annotations__), "a knob hides an option of every run"
+
+
+@pytest.mark.parametrize("method", methods().values(), ids=methods())
+def test_every_knob_can_be_given_on_the_command_line(method):
+    for knob in method.knobs:
+        kinds = get_args(knob.type) or (knob.type,)
+        assert knob.part in (None, "Codec", "Rule"), f"{knob.name}: {knob.annotation}"
+        assert knob.default is None or isinstance(knob.default, str) or type(knob.default) in kinds or float in kinds
+
+
+def test_the_nine_methods():
+    names = {"bsp", "bsp-server", "ssp", "downpour", "easgd", "ad-psgd", "hogwild", "gpipe", "pipedream"}
+    assert set(methods()) == names
+
+
+def test_the_command_line_does_not_import_torch():
+    code = "import sys; from manyhands.cli import main; main(['list']); main(['train', 'ssp', '--help']);"
+    code += "print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,349 @@
+"""Every rule against torch.optim, cut and uncut; then what only some rules promise."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from manyhands.core.errors import ManyhandsError, Refused
+from manyhands.core.protocols import At
+from manyhands.rules import Adagrad, Adam, Momentum, Nesterov, RmsProp, Sgd, Torch, chain
+
+N = 1003
+CUTS = [(0, 7), (7, 420), (420, N)]
+BATCH = 32
+
+
+def fading(samples):
+    return 0.1 / (1 + samples / 100)
+
+
+TWINS = {
+    "sgd": (Sgd(0.1), "SGD", {"lr": 0.1}),
+    "sgd decay": (Sgd(0.1, weight_decay=0.01), "SGD", {"lr": 0.1, "weight_decay": 0.01}),
+    "sgd schedule": (Sgd(fading), "SGD", {"lr": fading}),
+    "momentum": (Momentum(0.1, 0.9), "SGD", {"lr": 0.1, "momentum": 0.9}),
+    "momentum decay": (
+        Momentum(0.1, 0.8, weight_decay=0.01),
+        "SGD",
+        {"lr": 0.1, "momentum": 0.8, "weight_decay": 0.01},
+    ),
+    "momentum schedule": (Momentum(fading, 0.9), "SGD", {"lr": fading, "momentum": 0.9}),
+    "momentum nesterov": (
+        Momentum(0.1, 0.9, nesterov=True),
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    ),
+    "nesterov": (
+        Nesterov(0.1, 0.9, weight_decay=0.01),
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
+    "adagrad": (Adagrad(0.1, eps=1e-10), "Adagrad", {"lr": 0.1}),
+    "adagrad without eps": (Adagrad(0.1), "Adagrad", {"lr": 0.1, "eps": 0.0}),
+    "adagrad schedule": (Adagrad(fading), "Adagrad", {"lr": fading, "eps": 0.0}),
+    "rmsprop": (RmsProp(0.01), "RMSprop", {"lr": 0.01}),
+    "rmsprop decay": (
+        RmsProp(0.01, alpha=0.9, eps=1e-3, weight_decay=0.01),
+        "RMSprop",
+        {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.01},
+    ),
+    "rmsprop schedule": (RmsProp(fading), "RMSprop", {"lr": fading}),
+    "adam": (Adam(0.01), "Adam", {"lr": 0.01}),
+    "adam decay": (
+        Adam(0.01, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.01),
+        "Adam",
+        {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.01},
+    ),
+    "adam schedule": (Adam(fading), "Adam", {"lr": fading}),
+    "adamw": (Adam(0.01, weight_decay=0.1, decoupled=True), "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    "adamw schedule": (
+        Adam(fading, weight_decay=0.1, decoupled=True),
+        "AdamW",
+        {"lr": fading, "weight_decay": 0.1},
+    ),
+    "torch": (Torch(torch.optim.NAdam, lr=0.01), "NAdam", {"lr": 0.01}),
+    "torch by name": (Torch("AdamW", lr=0.01, weight_decay=0.1), "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    "torch schedule": (Torch("SGD", lr=fading, momentum=0.9), "SGD", {"lr": fading, "momentum": 0.9}),
+    "torch not elementwise": (Torch("Adafactor", lr=0.01), "Adafactor", {"lr": 0.01}),
+    "chain of one": (chain(Adam(0.01)), "Adam", {"lr": 0.01}),
+}
+ELEMENTWISE = {name: rule for name, (rule, _, _) in TWINS.items() if rule.elementwise} | {
+    f"torch {name}": Torch(name, lr=0.01) for name in ("Adadelta", "Adamax", "RAdam", "Rprop", "ASGD", "RMSprop")
+}
+
+
+def start(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, generator=generator, dtype=dtype)
+
+
+def gradients(dtype=torch.float64, steps=20):
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(N, generator=generator, dtype=dtype) for _ in range(steps)]
+
+
+def train(rule, w, steps, spans=((0, N),)):
+    """Apply a rule to views of w; returns what it remembers, per view."""
+    rule = copy.deepcopy(rule)
+    states = [rule.init(w[a:b]) for a, b in spans]
+    for t, g in enumerate(steps):
+        for (a, b), state in zip(spans, states, strict=True):
+            at = At(weights=w[a:b], state=state, updates=t + 1, samples=t * BATCH)
+            before = w[a:b].clone()
+            step = rule(g[a:b].clone(), at)
+            if step is not None:
+                assert torch.equal(w[a:b], before), "the weights are the caller's to move"
+                w[a:b] += step
+    return states
+
+
+def train_with_torch(name, knobs, w, steps):
+    w = torch.nn.Parameter(w.clone())
+    lr = knobs["lr"] if callable(knobs["lr"]) else lambda samples: knobs["lr"]
+    optimizer = getattr(torch.optim, name)([w], **{**knobs, "lr": lr(0)})
+    for t, g in enumerate(steps):
+        optimizer.param_groups[0]["lr"] = lr(t * BATCH)
+        w.grad = g.clone()
+        optimizer.step()
+    return w.detach()
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_equals_torch_optim(name):
+    rule, twin, knobs = TWINS[name]
+    w = start()
+    train(rule, w, gradients())
+    expected = train_with_torch(twin, knobs, start(), gradients())
+    assert (w - start()).abs().max() > 1e-3
+    torch.testing.assert_close(w, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_cut_is_bit_equal_to_uncut(name, dtype):
+    whole, cut = start(dtype), start(dtype)
+    (remembered,) = train(ELEMENTWISE[name], whole, gradients(dtype))
+    parts = train(ELEMENTWISE[name], cut, gradients(dtype), CUTS)
+    assert torch.equal(whole, cut)
+    assert not torch.equal(whole, start(dtype))
+    for key, x in remembered.items():
+        assert x.dtype == dtype
+        assert torch.equal(x, torch.cat([part[key] for part in parts]))
+
+
+@pytest.mark.parametrize("name", [name for name in TWINS if not name.startswith("torch")])
+def test_all_memory_is_in_the_state(name):
+    rule, _, _ = TWINS[name]
+    w, resumed = start(), start()
+    train(rule, w, gradients())
+    state = rule.init(resumed)
+    for t, g in enumerate(gradients()):
+        assert all(x.shape == resumed.shape for x in state.values())
+        state = {key: x.clone() for key, x in state.items()}  # as after a checkpoint
+        step = copy.deepcopy(rule)(g.clone(), At(resumed, state, updates=t + 1, samples=t * BATCH))
+        resumed += step
+    assert torch.equal(w, resumed)
+
+
+def apply(rule, w, *gs, **at):
+    w = torch.tensor(w, dtype=torch.float64)
+    state = rule.init(w)
+    for t, g in enumerate(gs):
+        w += rule(torch.tensor(g, dtype=torch.float64), At(w, state, updates=t + 1, **at))
+    return w.tolist()
+
+
+def test_negative_momentum_by_hand():
+    # m: 1, -0.5 + 1, -0.25 + 1
+    assert apply(Momentum(0.5, -0.5), [0.0], [1.0]) == [-0.5]
+    assert apply(Momentum(0.5, -0.5), [0.0], [1.0], [1.0]) == [-0.75]
+    assert apply(Momentum(0.5, -0.5), [0.0], [1.0], [1.0], [1.0]) == [-1.125]
+
+
+def test_adagrad_without_eps():
+    assert apply(Adagrad(0.1), [1.0], [2.0], [2.0]) == pytest.approx([0.8292893218813453], abs=1e-15)
+    # the first step is exactly lr long; gradients of 0, or with a square of 0, move nothing
+    assert apply(Adagrad(0.5), [1.0] * 5, [3e-9, -7.0, 0.0, -0.0, 1e-200]) == [0.5, 1.5, 1.0, 1.0, 1.0]
+    assert apply(Adagrad(0.5), [1.0], [0.0], [4.0], [0.0]) == [0.5]
+    assert math.isnan(apply(Adagrad(0.5), [1.0], [math.nan])[0])
+
+
+def test_adam_counts_updates_of_the_weights():
+    rule, w, g = Adam(0.1), torch.zeros(1), torch.ones(1)
+    first = rule(g.clone(), At(w, rule.init(w), updates=1))
+    late = rule(g.clone(), At(w, rule.init(w), updates=100_000))
+    assert first.item() == pytest.approx(-0.1)
+    assert late.item() == pytest.approx(-0.1 * 0.1 / math.sqrt(0.001))
+
+
+def test_schedules_are_functions_of_samples():
+    def warm_up(samples):
+        return min(samples, 100) / 100
+
+    assert [apply(Sgd(warm_up), [0.0], [1.0], samples=n)[0] for n in (0, 25, 100, 1000)] == [0.0, -0.25, -1.0, -1.0]
+
+
+class Double:
+    """A link without state: twice the gradient."""
+
+    elementwise = True
+    needs = frozenset({"seen"})
+
+    def init(self, weights):
+        return {}
+
+    def __call__(self, g, at):
+        return g.mul_(2)
+
+
+class Total:
+    """A link that replaces its state instead of changing it."""
+
+    elementwise = False
+    needs = frozenset({"lag"})
+
+    def init(self, weights):
+        return {"m": torch.zeros_like(weights)}
+
+    def __call__(self, g, at):
+        at.state["m"] = at.state["m"] + g
+        return at.state["m"].clone()
+
+
+def test_chain_hands_gradients_on():
+    assert apply(chain(Double(), Sgd(0.5)), [1.0], [3.0]) == [-2.0]
+    # totals 1, 3; doubled 2, 6; heavy ball 2, 7; steps 1, 3.5
+    rule = chain(Total(), Double(), Momentum(0.5, 0.5))
+    assert apply(rule, [0.0], [1.0], [2.0]) == [-4.5]
+
+
+def test_chain_keeps_states_apart():
+    rule = chain(chain(Total(), Momentum(0.1)), *[Double() for _ in range(9)], Adam(0.1, beta1=0.5))
+    w = torch.zeros(1, dtype=torch.float64)
+    state = rule.init(w)
+    assert set(state) == {"0.0.m", "0.1.m", "10.m", "10.v"}
+    rule(torch.full_like(w, 5), At(w, state))
+    g = -0.5 * 2**9  # what the last link was given
+    assert {key: x.item() for key, x in state.items()} == {
+        "0.0.m": 5,
+        "0.1.m": 5,
+        "10.m": 0.5 * g,
+        "10.v": pytest.approx(0.001 * g * g),
+    }
+
+
+def test_chain_is_as_cuttable_and_needy_as_its_links():
+    assert chain(Double(), Sgd(0.1)).elementwise
+    assert not chain(Double(), Total(), Sgd(0.1)).elementwise
+    assert chain(Double(), Total(), Sgd(0.1)).needs == {"seen", "lag"}
+    assert chain(Sgd(0.1)).needs == frozenset()
+
+
+def test_only_the_last_of_a_chain_may_move_the_weights():
+    w = torch.zeros(2)
+    rule = chain(Double(), Torch("SGD", lr=0.5))
+    assert rule(torch.ones(2), At(w, rule.init(w))) is None
+    assert w.tolist() == [-1.0, -1.0]
+    wrong = chain(Torch("SGD", lr=0.5), Sgd(0.1))
+    with pytest.raises(Refused, match=r"rule 0 .* only the last \(rule 1\) may"):
+        wrong(torch.ones(2), At(w, wrong.init(w)))
+
+
+def test_torch_rule_keeps_one_optimizer_per_weights():
+    w = torch.zeros(4)
+    rule = Torch("SGD", lr=1.0, momentum=0.5)
+    rule.init(w[:2])
+    rule.init(w[2:])
+    before = w._version
+    rule(torch.ones(2), At(w[:2]))
+    rule(torch.ones(2), At(w[:2]))  # a new view of the same memory
+    rule(torch.ones(2), At(w[2:]))
+    assert w.tolist() == [-2.5, -2.5, -1.0, -1.0]
+    assert w._version == before + 3
+    rule.init(w[2:])  # forgets
+    rule(torch.ones(2), At(w[2:]))
+    assert w.tolist() == [-2.5, -2.5, -2.0, -2.0]
+    with pytest.raises(ManyhandsError, match="not initialised"):
+        rule(torch.ones(4), At(w))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda rule: pickle.loads(pickle.dumps(rule))])
+def test_copies_of_a_torch_rule_start_fresh(copied):
+    w, v = torch.zeros(1), torch.zeros(1)
+    rule = Torch(torch.optim.SGD, lr=1.0, momentum=0.5)
+    rule.init(w)
+    rule(torch.ones(1), At(w))
+    other = copied(rule)
+    with pytest.raises(ManyhandsError, match="not initialised"):
+        other(torch.ones(1), At(w))
+    other.init(v)
+    other(torch.ones(1), At(v))
+    rule(torch.ones(1), At(w))
+    assert (w.item(), v.item()) == (-2.5, -1.0)
+
+
+def test_which_torch_optimizers_may_be_cut():
+    class Adam(torch.optim.Adam):
+        """Not torch's own, so nobody knows."""
+
+    assert {
+        name
+        for name in dir(torch.optim)
+        if name[0].isupper() and name not in ("LBFGS", "SparseAdam", "Optimizer")
+        if Torch(name, lr=0.1).elementwise
+    } == {
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adagrad",
+        "RMSprop",
+        "Adadelta",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "Rprop",
+        "ASGD",
+    }
+    assert not Torch(Adam, lr=0.1).elementwise
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sgd(-1), "lr is -1, but must be > 0"),
+        (lambda: Sgd(0.1, weight_decay=-2), "weight_decay is -2, but must be >= 0"),
+        (lambda: Momentum(0), "lr is 0, but must be > 0"),
+        (lambda: Momentum(0.1, 1), "momentum is 1, but must be > -1 and < 1"),
+        (lambda: Momentum(0.1, -1), "momentum is -1, but must be > -1 and < 1"),
+        (lambda: Momentum(0.1, weight_decay=-2), "weight_decay is -2, but must be >= 0"),
+        (lambda: Nesterov(math.nan), "lr is nan, but must be > 0"),
+        (lambda: Adagrad(-1), "lr is -1, but must be > 0"),
+        (lambda: Adagrad(0.1, eps=-1), "eps is -1, but must be >= 0"),
+        (lambda: RmsProp(-1), "lr is -1, but must be > 0"),
+        (lambda: RmsProp(0.1, alpha=1), "alpha is 1, but must be >= 0 and < 1"),
+        (lambda: RmsProp(0.1, eps=0), "eps is 0, but must be > 0"),
+        (lambda: RmsProp(0.1, weight_decay=-2), "weight_decay is -2, but must be >= 0"),
+        (lambda: Adam(-1), "lr is -1, but must be > 0"),
+        (lambda: Adam(0.1, beta1=1), "beta1 is 1, but must be >= 0 and < 1"),
+        (lambda: Adam(0.1, beta2=-1), "beta2 is -1, but must be >= 0 and < 1"),
+        (lambda: Adam(0.1, eps=0), "eps is 0, but must be > 0"),
+        (lambda: Adam(0.1, weight_decay=-2), "weight_decay is -2, but must be >= 0"),
+        (lambda: chain(), "the number of rules in a chain is 0, but must be >= 1"),
+        (lambda: Torch("SGD", lr=-1), "lr is -1, but must be > 0"),
+        (lambda: Torch("SGB", lr=0.1), "the optimizer is SGB, but must be a class of torch.optim"),
+        (lambda: Torch("LBFGS", lr=0.1), "the optimizer is LBFGS, but must be one that needs no closure"),
+        (lambda: Torch(torch.optim.SparseAdam, lr=0.1), "the optimizer is SparseAdam, but must be one for dense"),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(Refused) as refused:
+        make()
+    assert str(refused.value).startswith(message)
+
+
+def test_torch_rule_refuses_a_misspelt_knob():
+    with pytest.raises(TypeError, match="momentun"):
+        Torch("SGD", lr=0.1, momentun=0.9)

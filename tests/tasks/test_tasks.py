@@ -1,0 +1,318 @@
+"""The five tasks are what they say, learn what they promise, and refuse broken files by name."""
+
+import gzip
+import pickle
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from manyhands.core.errors import Refused
+from manyhands.splits.data import Share
+from manyhands.tasks import NAMES, load
+from manyhands.tasks.mnist import FILES
+from manyhands.tasks.parts import accuracy
+
+
+def train(task, *, steps, batch_size, lr, seed=0):
+    """Plain SGD; the losses and the model."""
+    model = task.build(seed)
+    share = Share(task.data, 0, 1, batch_size, seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    losses = []
+    for _ in range(steps):
+        loss = task.loss_of(model, share.next_batch())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def score(task, model):
+    x, y = task.test.tensors
+    with torch.no_grad():
+        return task.metric(model(x), y)
+
+
+def parameters(task):
+    return sum(parameter.numel() for parameter in task.build(0).parameters())
+
+
+def stages(model):
+    """Children that have parameters: as many pipeline stages are possible."""
+    assert isinstance(model, nn.Sequential)
+    return sum(any(True for _ in child.parameters()) for child in model)
+
+
+def refused(make, *args):
+    with pytest.raises(Refused) as caught:
+        make(*args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_task_has_a_name_four_stages_and_can_be_sent_to_a_process(name, tmp_path):
+    (tmp_path / "some.txt").write_text("to be, or not to be: " * 20)
+    task = load(name, write_mnist(tmp_path) if name in ("mnist", "text") else None)
+    assert task.name == name
+    assert task.batch_size == 32
+    assert stages(task.build(0)) >= 4
+    copy = pickle.loads(pickle.dumps(task))
+    assert len(copy.data) == len(task.data)
+
+
+def test_importing_tasks_imports_none_of_them():
+    code = (
+        "import sys, manyhands.tasks\n"
+        "print([m for m in sys.modules if m.startswith(('manyhands.tasks.', 'torch._dynamo'))])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_accuracy_is_the_share_of_right_answers():
+    outputs = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [2.0, 3.0]])
+    assert accuracy(outputs, torch.tensor([1, 1, 1, 1])) == 0.75
+
+
+# --- digits
+
+
+def test_digits_are_split_once_and_for_all():
+    task = load("digits")
+    (x, y), (x_test, y_test) = task.data.tensors, task.test.tensors
+    assert (x.shape, x.dtype, y.dtype) == ((1437, 64), torch.float32, torch.int64)
+    assert (x_test.shape, len(y_test)) == ((360, 64), 360)
+    assert (x.min(), x.max()) == (0, 1)
+    labels = torch.cat([y, y_test]).bincount().tolist()
+    assert labels == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert torch.equal(load("digits").data.tensors[0], x)
+
+
+@pytest.mark.parametrize(("steps", "batch_size", "lr"), [(449, 128, 0.3), (1796, 32, 0.1)])
+def test_digits_are_learned(steps, batch_size, lr):
+    task = load("digits")
+    _, model = train(task, steps=steps, batch_size=batch_size, lr=lr)
+    assert score(task, model) >= 0.96
+
+
+# --- mnist
+
+
+def idx(magic, *dims, body):
+    return struct.pack(f">{1 + len(dims)}I", magic, *dims) + body
+
+
+def write_mnist(folder, **changed):
+    """Three training images and two for the test; `changed` has other contents for some of the files."""
+    good = {
+        "train_images": idx(0x803, 3, 28, 28, body=bytes(2 * 784) + b"\xff" * 784),
+        "train_labels": idx(0x801, 3, body=b"\x07\x02\x01"),
+        "t10k_images": idx(0x803, 2, 28, 28, body=bytes(2 * 784)),
+        "t10k_labels": idx(0x801, 2, body=b"\x00\x09"),
+    }
+    for (key, content), file in zip(good.items(), FILES, strict=True):
+        (folder / file).write_bytes(gzip.compress(changed.get(key, content)))
+    return folder
+
+
+def test_mnist_files_are_read(tmp_path):
+    task = load("mnist", write_mnist(tmp_path))
+    x, y = task.data.tensors
+    assert x.shape == (3, 784)
+    assert x.sum(1).tolist() == [0, 0, 784]
+    assert y.tolist() == [7, 2, 1]
+    assert task.test.tensors[1].tolist() == [0, 9]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("train_images", idx(0x801, 3, 28, 28, body=bytes(3 * 784)), "magic number of {} is 2049, but must be 2051"),
+        ("train_labels", idx(0x803, 3, body=bytes(3)), "magic number of {} is 2051, but must be 2049"),
+        ("train_images", idx(0x803, 3, 28, 27, body=b""), "size of an image in {} is (28, 27), but must be (28, 28)"),
+        ("train_images", idx(0x803, 3, 28, 28, body=b"1"), "bytes after the header of {} is 1, but must be 2352"),
+        ("train_labels", idx(0x801, 3, body=bytes(4)), "bytes after the header of {} is 4, but must be 3"),
+        ("train_labels", idx(0x801, 2**32 - 1, body=b""), "header of {} is 0, but must be 4294967295"),
+        ("train_labels", idx(0x801, 0, body=b""), "number of items in {} is 0, but must be >= 1"),
+        ("train_labels", idx(0x801, 2, body=bytes(2)), "number of labels in {} is 2, but must be 3"),
+        ("train_labels", idx(0x801, 3, body=b"\x01\x02\x0a"), "largest label in {} is 10, but must be < 10"),
+        ("t10k_images", b"\x00\x00\x08", "length of {} is 3, but must be >= 16 bytes"),
+        ("t10k_labels", b"", "length of {} is 0, but must be >= 8 bytes"),
+    ],
+)
+def test_wrong_mnist_files_are_refused(tmp_path, file, content, message):
+    write_mnist(tmp_path, **{file: content})
+    path = next(tmp_path / name for name in FILES if name.startswith(file.replace("_", "-")))
+    assert refused(load, "mnist", tmp_path).endswith(message.format(path))
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b[:-9], lambda b: b[:5], lambda b: b"no gzip", lambda b: b[:-8] + bytes(8)]
+)
+def test_corrupt_gzip_is_refused(tmp_path, spoil):
+    path = write_mnist(tmp_path) / FILES[0]
+    path.write_bytes(spoil(path.read_bytes()))
+    assert refused(load, "mnist", tmp_path).startswith(f"{path} is not a whole gzip file: ")
+
+
+def test_mnist_says_what_it_needs(tmp_path):
+    assert refused(load, "mnist") == f"the task mnist needs --data DIR, a folder with {', '.join(FILES)}"
+    write_mnist(tmp_path)
+    (tmp_path / FILES[3]).unlink()
+    assert refused(load, "mnist", tmp_path).startswith(f"there is no file {tmp_path / FILES[3]}: ")
+    assert refused(load, "mnist", tmp_path / FILES[0]).startswith("there is no file ")
+
+
+def test_mnist_is_learned(data_dir):
+    task = load("mnist", data_dir / "mnist")
+    assert (len(task.data), len(task.test)) == (60_000, 10_000)
+    _, model = train(task, steps=400, batch_size=128, lr=0.3)
+    assert score(task, model) >= 0.93
+
+
+# --- text
+
+
+def test_text_is_cut_into_windows_without_copies(tmp_path):
+    path = tmp_path / "some.txt"
+    path.write_text("abcdefghij" * 100)
+    task = load("text", tmp_path)
+    x, y = task.data.tensors
+    assert x.shape == (900 - 16, 16)
+    assert x[3].tolist() == [(3 + i) % 10 for i in range(16)]
+    assert y[3] == (3 + 16) % 10
+    assert [*x[-1].tolist(), y[-1].item()] == [i % 10 for i in range(900 - 17, 900)]
+    assert x.untyped_storage().nbytes() == 8 * 1000
+    assert task.test.tensors[0].shape == (100 - 16, 16)
+    assert task.epochs * len(task.data) == pytest.approx(128_000)
+
+
+def test_the_vocabulary_is_the_sorted_set_of_characters(tmp_path):
+    path = tmp_path / "greek.txt"
+    path.write_text("ωa😀\n" * 50, encoding="utf-8")
+    task = load("text", path)
+    assert task.data.tensors[1][:4].tolist() == [2, 1, 3, 0]
+    assert task.build(0)(task.data.tensors[0][:5]).shape == (5, 4)
+
+
+def test_text_says_what_it_needs(tmp_path):
+    assert refused(load, "text") == "the task text needs --data FILE, or a folder with exactly one .txt file"
+    assert refused(load, "text", tmp_path / "none.txt") == f"there is no file {tmp_path / 'none.txt'}"
+    bound = "1 (or name the file itself)"
+    assert refused(load, "text", tmp_path) == f"the number of .txt files in {tmp_path} is 0, but must be {bound}"
+    one, two = tmp_path / "1.txt", tmp_path / "2.txt"
+    one.write_text("x" * 169)
+    assert refused(load, "text", tmp_path) == f"the number of characters in {one} is 169, but must be >= 170"
+    two.write_bytes(b"\xff" * 200)
+    assert refused(load, "text", tmp_path) == f"the number of .txt files in {tmp_path} is 2, but must be {bound}"
+    assert refused(load, "text", two).startswith(f"{two} is not a text in UTF-8: ")
+    one.write_text("x" * 170)
+    assert len(load("text", one).test) == 1
+
+
+@pytest.mark.parametrize(("steps", "batch_size", "lr"), [(300, 128, 0.3), (700, 32, 0.1)])
+def test_text_is_learned(data_dir, steps, batch_size, lr):
+    task = load("text", data_dir / "text")
+    losses, _ = train(task, steps=steps, batch_size=batch_size, lr=lr)
+    assert sum(losses[-50:]) / 50 < 2.8
+
+
+# --- regression
+
+
+@pytest.mark.parametrize(("batch_size", "lr"), [(32, 0.1), (128, 0.3), (128, 0.02)])
+def test_regression_loss_is_more_than_halved(batch_size, lr):
+    task = load("regression")
+    assert (len(task.data), len(task.test), task.metric) == (2048, 512, None)
+    steps = int(task.epochs * len(task.data) / batch_size)
+    losses, model = train(task, steps=steps, batch_size=batch_size, lr=lr)
+    assert sum(losses[-20:]) / 20 < losses[0] / 4
+    x, y = task.test.tensors
+    assert task.loss(model(x), y) < y.var() / 4
+
+
+def test_regression_is_made_the_same_each_time():
+    torch.manual_seed(1)
+    first = load("regression").data.tensors
+    torch.manual_seed(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, load("regression").data.tensors, strict=True))
+
+
+# --- vgg16
+
+
+def test_vgg16_has_the_sizes_of_the_paper_and_no_numbers():
+    task = load("vgg16")
+    assert task.sizes_only
+    assert parameters(task) == 138_357_544
+    assert {parameter.device.type for parameter in task.build(0).parameters()} == {"meta"}
+    assert len(task.data) == 1_281_167
+    assert task.work == 6 * 15_470_264_320
+    assert task.build(0)(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 1000)
+    assert refused(task.data.__getitem__, 0) == "this task has sizes only, no samples: run it in virtual time"
+
+
+# --- by name
+
+
+@pytest.mark.parametrize("name", ["digits", "regression", "vgg16"])
+def test_data_that_would_not_be_read_is_refused(name, tmp_path):
+    assert refused(load, name, tmp_path) == f'the task "{name}" reads no files: leave out --data {tmp_path}'
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    names = 'there are digits, mnist, text, regression, vgg16 and "module:function"'
+    assert refused(load, "digit") == f'unknown task "digit": did you mean digits? {names}'
+    assert refused(load, "zzz") == f'unknown task "zzz": {names}'
+
+
+@pytest.fixture
+def yours(tmp_path, monkeypatch):
+    """A module of the user in the current directory."""
+    (tmp_path / "my_own_task.py").write_text(
+        "from manyhands.tasks.regression import regression\n"
+        "def small():\n    return regression()\n"
+        "def wrong():\n    return 3\n"
+        "number = 4\n"
+    )
+    (tmp_path / "my_broken_task.py").write_text("import there_is_no_such_module\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    sys.modules.pop("my_own_task", None)
+
+
+def test_your_own_task_is_found_in_the_current_directory(yours):
+    assert load("my_own_task:small").name == "regression"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my_own_task:wrong", '"my_own_task:wrong" returned an object of type int, but must return a Task'),
+        ("my_own_task:none", 'the module "my_own_task" has no function "none"'),
+        ("my_own_task:number", 'the module "my_own_task" has no function "number"'),
+        ("my_other_task:small", 'there is no module "my_other_task" in {} or among the installed packages'),
+        ("my_own_task.py:small", 'there is no module "my_own_task.py" in {} or among the installed packages'),
+        (".relative:small", 'there is no module ".relative" in {} or among the installed packages'),
+        ("my_own_task:", 'the task is "my_own_task:", but must be "module:function"'),
+        (":small", 'the task is ":small", but must be "module:function"'),
+        ("my_own_task:small:x", 'the task is "my_own_task:small:x", but must be "module:function"'),
+    ],
+)
+def test_your_own_task_is_refused_with_the_reason(yours, name, message):
+    assert refused(load, name) == message.format(yours)
+
+
+def test_what_your_module_lacks_is_its_own_error(yours):
+    with pytest.raises(ModuleNotFoundError, match="there_is_no_such_module"):
+        load("my_broken_task:small")
+
+
+def test_your_own_task_takes_no_data(yours):
+    message = f'the task "my_own_task:small" finds its data itself: leave out --data {yours}'
+    assert refused(load, "my_own_task:small", yours) == message
