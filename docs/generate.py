@@ -31,9 +31,9 @@ def page(method: Method) -> str:
     return "\n".join(
         [
             f"{NOTE}\n# {method.name}\n\n{card.summary}\n",
-            f"```text\n{card.text}\n```\n",
-            "## Knobs\n",
-            *(["| knob | type | default | meaning |", "|---|---|---|---|", *map(row, method.knobs)] or ["None."]),
+            f"{card.text}\n",
+            "## Knobs\n\n| knob | type | default | meaning |\n|---|---|---|---|",
+            *map(row, method.knobs),
             f"\n## Paper\n\n{card.paper}\n",
             "## Read the code\n",
             *[f"- `{loop.name}` in {source(loop.path)}" for loop in card.loops],

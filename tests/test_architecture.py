@@ -1,7 +1,6 @@
 """The shape of the house: imports go downwards only, files stay small, the public names are complete."""
 
 import ast
-import importlib
 import io
 import tokenize
 from pathlib import Path
@@ -26,9 +25,9 @@ MAY_IMPORT = {
     "report": {"core"},
     "strategies": {"core", *PARTS},
     "catalog": METHODS,
-    "result": {"core", "report"},
+    "result": {"core", "splits"},
     "jobs": {*METHODS, "virtual", "tasks", "report", "result"},
-    "cli": {*METHODS, "virtual", "tasks", "report", "result", "jobs", "catalog"},
+    "cli": {*METHODS, "virtual", "tasks", "report", "result", "jobs", "catalog", "__version__"},
 }
 """What each folder, or module at the top, may import besides itself. `__init__` may import everything but the cli."""
 
@@ -86,6 +85,5 @@ def test_the_public_names_are_complete():
     assert public == sorted(public)
     assert all(getattr(manyhands, name) is not None for name in public)
     assert {method.function for method in methods().values()} <= set(public)
-    for part in ("codecs", "rules"):
-        assert set(importlib.import_module(f"manyhands.{part}").__all__) <= set(public)
+    assert set(public) <= set(dir(manyhands))
     assert {"Cluster", "Result", "Slow", "Task", "train", "Refused", "PeerLost", "Diverged"} <= set(public)

@@ -148,9 +148,7 @@ def _run(plan: Plan, record: Record, progress: Progress | None) -> Simulation:
         if progress is not None:
             progress.step(line)
 
-    job = Job(
-        plan.task, plan.strategy, plan.budget(), plan.batches, observe, plan.seed, plan.steps, plan.batch_size
-    )
+    job = Job(plan.task, plan.strategy, plan.budget(), plan.batches, observe, plan.seed, plan.steps, plan.batch_size)
     if progress is not None:
         progress.start(plan.samples, plan.task.name)
     try:
@@ -170,9 +168,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "steps": plan.steps,
         "batch_size": plan.batch_size,
-        "participants": [
-            {"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(roles)
-        ],
+        "participants": [{"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(roles)],
     }
 
 
@@ -211,9 +207,19 @@ def _result(plan: Plan, simulation: Simulation, record: Record, began: float) ->
 
 def _samples(plan: Plan, steps: list[dict[str, Any]]) -> int:
     """Samples consumed: the ranks of one replica consume the same ones."""
-    return sum(line["samples"] for line in steps) * plan.replicas // plan.cluster.workers
+    total: int = sum(line["samples"] for line in steps)
+    return total * plan.replicas // plan.cluster.workers
 
 
 def _footer(result: Result) -> dict[str, Any]:
-    names = ("seconds", "wall_seconds", "samples", "final_loss", "test_accuracy", "bytes_sent", "weights_sha256", "lost")
+    names = (
+        "seconds",
+        "wall_seconds",
+        "samples",
+        "final_loss",
+        "test_accuracy",
+        "bytes_sent",
+        "weights_sha256",
+        "lost",
+    )
     return {"end": True, **{name: getattr(result, name) for name in names}}

@@ -36,7 +36,8 @@ def downpour(
     missed.
 
     Reference: J. Dean et al., Large scale distributed deep networks, 2012
-    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve; topology/servers/shard.py Shard.push; consistency/free.py Free
+    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
+        topology/servers/shard.py Shard.push; consistency/free.py Free
 
     Args:
         lr: gamma, the learning rate of Adagrad at the server.
@@ -71,7 +72,8 @@ def ad_psgd(
     is not chosen any more.
 
     Reference: X. Lian et al., Asynchronous decentralized parallel SGD, 2018, arXiv:1710.06952
-    Loops: strategies/pairwise.py Pairwise.step; strategies/pairwise.py Pairwise.communicate; strategies/pairwise.py Pairwise.consider
+    Loops: strategies/pairwise.py Pairwise.step; strategies/pairwise.py Pairwise.communicate;
+        strategies/pairwise.py Pairwise.consider
 
     Args:
         lr: eta, the learning rate.

@@ -21,7 +21,8 @@ def gpipe(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> 
     the run.
 
     Reference: Y. Huang et al., GPipe: efficient training of giant neural networks, 2019, arXiv:1811.06965
-    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act; splits/schedules/gpipe.py gpipe
+    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act;
+        splits/schedules/gpipe.py gpipe
 
     Args:
         micro_batches: M, into how many parts a mini-batch is cut; it must divide the batch size.
@@ -43,7 +44,8 @@ def pipedream(lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
     All stages are busy once the pipeline is full. A lost worker ends the run.
 
     Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
-    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act; splits/schedules/one_f_one_b.py one_f_one_b; splits/versions/stash.py Stash
+    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act;
+        splits/schedules/one_f_one_b.py one_f_one_b; splits/versions/stash.py Stash
 
     Args:
         lr: eta, the learning rate.

@@ -29,7 +29,9 @@ def ssp(
     is bsp with eta P; with s unbounded it is total asynchrony. A lost worker no longer holds anyone up.
 
     Reference: Q. Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, 2013
-    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve; topology/servers/shard.py Shard.push; topology/servers/shard.py Shard.pull; consistency/stale.py Stale
+    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
+        topology/servers/shard.py Shard.push; topology/servers/shard.py Shard.pull;
+        consistency/stale.py Stale
 
     Args:
         staleness: s, how many clocks a worker may be ahead of the slowest one.

@@ -51,7 +51,8 @@ def bsp_server(
     The result is that of bsp. A lost worker ends the run.
 
     Reference: M. Li et al., Scaling distributed machine learning with the parameter server, 2014
-    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve; topology/servers/shard.py Shard.push; consistency/bulk.py Bulk
+    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
+        topology/servers/shard.py Shard.push; consistency/bulk.py Bulk
 
     Args:
         lr: eta, the learning rate.

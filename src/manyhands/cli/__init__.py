@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from manyhands import __version__
 from manyhands.cli.usage import HelpShown, unknown
 from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused
 
@@ -78,9 +79,7 @@ def _run(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         raise HelpShown(HELP.format(verbs="\n".join(f"  {verb:<9}  {about}" for verb, (_, about) in VERBS.items())))
     if words[0] == "--version":
-        from manyhands.cli.env import version
-
-        raise HelpShown(f"manyhands {version('manyhands') or 'unknown'}")
+        raise HelpShown(f"manyhands {__version__}")
     if words[0] not in VERBS:
         raise unknown("verb", words[0], VERBS)
     code: int = importlib.import_module(f"manyhands.cli.{VERBS[words[0]][0]}").run(words[1:])

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from manyhands.cli.index import PACKAGE
+from manyhands import __version__
 from manyhands.cli.output import print_json, print_table
 from manyhands.cli.usage import parse
 
@@ -21,7 +20,7 @@ examples:
   manyhands env
   manyhands env --json"""
 
-PACKAGES = ("manyhands", "torch", "numpy", "greenlet", "rich", "tyro")
+PACKAGES = ("torch", "numpy", "greenlet", "rich", "tyro")
 
 
 @dataclass
@@ -52,6 +51,7 @@ def run(argv: Sequence[str]) -> int:
 def machine() -> dict[str, Any]:
     """Everything about this installation and machine that changes results or speed."""
     return {
+        "manyhands": __version__,
         **{name: version(name) for name in PACKAGES},
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -63,14 +63,11 @@ def machine() -> dict[str, Any]:
 
 
 def version(name: str) -> str | None:
-    """The version of an installed package; our own from its source if it was not installed."""
+    """The version of an installed package."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        source = PACKAGE.parent.parent / "pyproject.toml"
-        if name != PACKAGE.name or not source.is_file():
-            return None
-        return str(tomllib.loads(source.read_text(encoding="utf-8"))["project"]["version"])
+        return None
 
 
 def _memory() -> int | None:

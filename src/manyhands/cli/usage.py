@@ -20,9 +20,9 @@ class HelpShown(Exception):
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> Refused:
     """The refusal of a name that does not exist; it offers the nearest ones, or else all."""
-    names = list(known)
-    near = get_close_matches(given.lower(), names, n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names) or 'none'}"
+    names = {name.lstrip("-"): name for name in known}
+    near = [names[name] for name in get_close_matches(given.lstrip("-").lower(), names)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names.values()) or 'none'}"
     return Refused(f"there is no {kind} {given!r}: {hint}")
 
 

@@ -133,7 +133,7 @@ class Flat:
             self._this_backward.add(place.name)
             self.put(place, grad)
 
-        self._parameters[place.name].register_post_accumulate_grad_hook(arrive)
+        self._parameters[place.name].register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -229,5 +229,5 @@ def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, p in parameters.items():
         if not p.is_contiguous():
             raise Refused(f"{name} is laid out with strides {p.stride()}, but must be contiguous (no channels-last)")
-        if p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        if p._post_accumulate_grad_hooks:
             raise Refused(f"{name} already has gradient hooks, but a model can be joined only once")

@@ -50,7 +50,9 @@ class Holding:
         self.span = span
         self.weights = weights
         self.rule = rule
-        inside = [p for p in places if p.span.part == span.part and p.span.start < span.stop and p.span.stop > span.start]
+        inside = [
+            p for p in places if p.span.part == span.part and p.span.start < span.stop and p.span.stop > span.start
+        ]
         self._segments = [
             (p.mark, max(p.span.start, span.start) - span.start, min(p.span.stop, span.stop) - span.start)
             for p in inside
@@ -106,6 +108,4 @@ class Holding:
 def replica(flat: Flat, rule: Rule, weights: Sequence[Tensor] | None = None) -> list[Holding]:
     """A holding for every part of a model: its own weights, or other tensors of the same sizes."""
     held = weights or [part.weights for part in flat.parts]
-    return [
-        Holding(Span(number, 0, w.numel()), w, flat.parts[number].places, rule) for number, w in enumerate(held)
-    ]
+    return [Holding(Span(number, 0, w.numel()), w, flat.parts[number].places, rule) for number, w in enumerate(held)]

@@ -1,6 +1,6 @@
 """The one training loop: what every rank of every method does in every world.
 
-    set up -> (take a mini-batch, step, record) until the budget is used up -> finish -> answer -> leave
+set up -> (take a mini-batch, step, record) until the budget is used up -> finish -> answer -> leave
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class Outcome:
 
 def run_rank(job: Job, transport: Transport) -> Outcome:
     """The main program of one rank."""
-    w = Worker(
-        transport, job.task, job.model(), seed=job.seed, steps=job.steps, batch_size=job.batch_size
-    )
+    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, batch_size=job.batch_size)
     strategy = copy.deepcopy(job.strategy)
     if transport.role == "server":
         strategy.serve(w)

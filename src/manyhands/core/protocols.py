@@ -40,7 +40,7 @@ class Tag(NamedTuple):
 
     def of(self, key: int) -> Tag:
         """The same kind of message, for another key."""
-        return self._replace(key=key)
+        return Tag(self.name, key, self.credit)
 
     def __str__(self) -> str:
         return f"{self.name}[{self.key}]" if self.key else self.name
@@ -87,9 +87,7 @@ class Transport(Protocol):
     bytes_sent: int
     """Bytes of tensors this rank has sent to others."""
 
-    def send(
-        self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False
-    ) -> None:
+    def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False) -> None:
         """Lend `tensors` to rank `to`. With `latest` an unread message of this lane is replaced."""
 
     def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> Message | None:
@@ -157,7 +155,7 @@ class Consistency(Protocol):
     tolerates_loss: ClassVar[bool]
 
     def ready(self, pending: int, alive: int) -> bool:
-        """May the pending gradients be applied?"""
+        """May the pending gradients be applied? `alive` counts whoever may have one pending."""
 
     def admit(self, me: Standing) -> bool:
         """May this worker read now?"""

@@ -79,7 +79,7 @@ class Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-        self.tally = Tally(total_samples)
+        self.tally, self.drawn = Tally(total_samples), 0.0
         columns = [
             TextColumn("{task.description}"),
             BarColumn(),

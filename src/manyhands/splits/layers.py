@@ -8,6 +8,7 @@ The largest stage is made as small as possible (dynamic programming over the las
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 from torch import nn
 
@@ -20,9 +21,11 @@ def stages(model: nn.Module, count: int) -> list[nn.Sequential]:
         raise Refused(f"the model is a {type(model).__name__}, but a pipeline needs an nn.Sequential")
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model]
     weighty = sum(1 for size in sizes if size)
-    refuse_unless(count <= weighty, "the number of stages", count, f"<= {weighty}, the number of layers with parameters")
+    refuse_unless(
+        count <= weighty, "the number of stages", count, f"<= {weighty}, the number of layers with parameters"
+    )
     cuts = [0, *_cuts(tuple(sizes), count), len(sizes)]
-    cut = [model[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+    cut = [nn.Sequential(*list(model)[start:stop]) for start, stop in pairwise(cuts)]
     _refuse_ties(cut)
     return cut
 

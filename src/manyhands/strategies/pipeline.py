@@ -169,7 +169,7 @@ class Pipeline:
         gathered = gather(w, names, [w.flat.weights(place.span) for place in w.flat.places])
         if gathered is None:
             return None
-        whole = dict(w.model.named_parameters())
+        whole: dict[str, Tensor] = dict(w.model.named_parameters())
         for stage_names, tensors in gathered.values():
             for name, x in zip(stage_names, tensors, strict=True):
                 whole[name] = x.view(whole[name].shape)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from manyhands.codecs import Raw
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.flat import Span
 from manyhands.core.gather import gather
 from manyhands.core.protocols import Batch, Codec, Consistency, Rule, Weights
 from manyhands.core.worker import Worker
@@ -123,13 +124,19 @@ class Server:
         grads = self.accrued or [part.grad for part in w.flat.parts]
         untouched = sorted(w.flat.untouched())
         for lane in self.lanes:
-            payload = []
-            for part, start, stop in lane.spans:
-                memory = self.memory[part]
-                piece = None if memory is None else memory[start:stop]
-                payload.append(self.codec.encode(grads[part][start:stop], piece))
-            lane.push(payload, untouched)
+            lane.push([self.encode(w, grads[span.part], span) for span in lane.spans], untouched)
         self.accrued = None
+
+    def encode(self, w: Worker, grad: Tensor, span: Span) -> tuple[Tensor, ...]:
+        """What travels for one span; of a model of sizes only that many bytes."""
+        part, start, stop = span
+        nbytes, raw = self.codec.nbytes(span.numel, grad.dtype), span.numel * grad.element_size()
+        if nbytes != raw:
+            w.move(raw)
+        if grad.is_meta:
+            return (torch.empty(nbytes, dtype=torch.uint8, device="meta"),)
+        memory = self.memory[part]
+        return self.codec.encode(grad[start:stop], None if memory is None else memory[start:stop])
 
     def finish(self, w: Worker) -> None:
         """Push what is left, say good-bye to every shard."""

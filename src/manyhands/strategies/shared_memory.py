@@ -51,7 +51,9 @@ class SharedMemory:
         if not w.flat.is_meta:
             with t.lock("weights"), torch.no_grad():
                 filled = t.shared("filled", 1, torch.uint8)
-                memory = [t.shared(f"weights{n}", p.weights.numel(), p.weights.dtype) for n, p in enumerate(w.flat.parts)]
+                memory = [
+                    t.shared(f"weights{n}", p.weights.numel(), p.weights.dtype) for n, p in enumerate(w.flat.parts)
+                ]
                 if not filled.item():
                     for shared, part in zip(memory, w.flat.parts, strict=True):
                         shared.copy_(part.weights)

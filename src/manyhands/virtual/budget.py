@@ -25,17 +25,16 @@ class Prescribed:
 
     def __init__(self, cluster: Cluster) -> None:
         events = cluster.order if cluster.turns is None else cluster.turns
+        self._end = len(events or ()) + 1
         self._waits = cluster.turns is not None
         self._turns: dict[int, list[int]] = {}
         for place, rank in enumerate(events or ()):
             self._turns.setdefault(rank, []).append(place)
 
     def grant(self, transport: Transport) -> bool:
-        """Wait for this rank's next turn, if there is one."""
+        """Wait for this rank's next turn; after its last one wait for the end, since to finish is an event too."""
         turns = self._turns.get(transport.rank)
-        if not turns:
-            return False
-        turn = turns.pop(0)
-        if self._waits and turn > transport.now():
+        turn = turns.pop(0) if turns else self._end
+        if turn > transport.now() and (self._waits or turn == self._end):
             transport.recv(_NOTHING, frm=transport.rank, timeout=turn - transport.now())
-        return True
+        return turn < self._end

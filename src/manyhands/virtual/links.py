@@ -39,7 +39,7 @@ class Port:
 class Flow:
     """The messages on their way from one rank to another."""
 
-    __slots__ = ("arrival", "into", "latency", "left", "out", "queue", "queued", "to")
+    __slots__ = ("arrival", "chunk", "into", "latency", "left", "out", "queue", "queued", "to")
 
     def __init__(self, out: Port, into: Port | None, to: int, latency: float) -> None:
         self.out = out
@@ -48,8 +48,14 @@ class Flow:
         self.latency = latency
         self.queue: deque[tuple[int, Any]] = deque()
         self.left = 0
+        self.chunk = 0
         self.queued = False
         self.arrival = 0.0
+
+    def begin(self) -> None:
+        """Start on the first message of the queue."""
+        self.left = self.queue[0][0]
+        self.chunk = max(-(-self.left // CHUNKS), SMALLEST_CHUNK)
 
 
 class Network:
@@ -83,7 +89,7 @@ class Network:
         if flow.queued:
             return
         flow.queued = True
-        flow.left = nbytes
+        flow.begin()
         port = flow.out
         port.flows.append(flow)
         if not port.serving:
@@ -103,39 +109,38 @@ class Network:
 
     def _serve(self, port: Port) -> None:
         """Send one chunk of the flow whose turn it is."""
+        flows = port.flows
         if port.last is not None:
-            port.flows.append(port.last)
+            flows.append(port.last)
             port.last = None
-        port.serving = bool(port.flows)
-        if not port.flows:
+        if not flows:
+            port.serving = False
             return
-        flow = port.flows.popleft()
-        total, message = flow.queue[0]
-        chunk = min(flow.left, max(-(-total // CHUNKS), SMALLEST_CHUNK))
+        flow = flows.popleft()
+        chunk = flow.chunk if flow.chunk < flow.left else flow.left
         start, rate, into = self._kernel.now, port.rate, flow.into
-        if into is not None:
-            start = max(start, into.free)
-            rate = min(rate, into.rate)
-        end = port.free = start + chunk / rate
-        if into is not None:
-            into.free = end
+        if into is None:
+            end = start + chunk / rate
+        else:
+            start = into.free if into.free > start else start
+            end = into.free = start + chunk / (rate if rate < into.rate else into.rate)
+        port.free = end
         flow.left -= chunk
         if not flow.left:
-            self._complete(flow, message, end)
+            self._complete(flow, end)
         if flow.queued:
             port.last = flow
-        port.serving = flow.queued or bool(port.flows)
+        port.serving = flow.queued or bool(flows)
         if port.serving:
             self._kernel.at(end, self._serve, port)
 
-    def _complete(self, flow: Flow, message: Any, end: float) -> None:
+    def _complete(self, flow: Flow, end: float) -> None:
         """The last chunk is on the wire: foresee the arrival, go on with the next message."""
         flow.arrival = max(end + flow.latency, flow.arrival)
-        self._kernel.at(flow.arrival, self._deliver, message)
-        flow.queue.popleft()
+        self._kernel.at(flow.arrival, self._deliver, flow.queue.popleft()[1])
         flow.queued = bool(flow.queue)
         if flow.queued:
-            flow.left = flow.queue[0][0]
+            flow.begin()
 
     def slow(self, rank: int, factor: float) -> None:
         """Divide the bandwidth of a rank's host by `factor`, multiply its latency."""

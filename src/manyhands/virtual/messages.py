@@ -20,7 +20,7 @@ from manyhands.virtual.kernel import Activity, Kernel
 
 
 def _checksum(x: Tensor) -> int:
-    return zlib.crc32(x.detach().reshape(-1).contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(memoryview(x.detach().reshape(-1).contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 class Seal:
@@ -60,7 +60,19 @@ class Lane:
 class VirtualMessage:
     """A message that lends real tensors in virtual time."""
 
-    __slots__ = ("_kernel", "_seals", "depth", "frm", "lane", "meta", "nbytes", "received", "released", "tag", "tensors")
+    __slots__ = (
+        "_kernel",
+        "_seals",
+        "depth",
+        "frm",
+        "lane",
+        "meta",
+        "nbytes",
+        "received",
+        "released",
+        "tag",
+        "tensors",
+    )
 
     def __init__(
         self, kernel: Kernel, lane: Lane, frm: int, tag: Tag, meta: Meta, tensors: Sequence[Tensor], depth: int
@@ -78,7 +90,7 @@ class VirtualMessage:
         """Fill the message; a later one may replace an unread one."""
         self.meta = meta
         self.tensors = tuple(tensors)
-        self.nbytes = sum(x.numel() * x.element_size() for x in self.tensors)
+        self.nbytes = sum([x.nbytes for x in self.tensors])
         self._seals = [Seal(x) for x in self.tensors]
 
     def release(self) -> None:

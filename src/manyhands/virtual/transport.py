@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ class Waiter:
         self.activity = activity
         self.tags = tags
         self.frm = frm
+
+    def __str__(self) -> str:
+        sender = "any rank" if self.frm == ANY else f"rank {self.frm}"
+        return f"{' or '.join(map(str, self.tags))} from {sender}"
 
     def wants(self, message: VirtualMessage) -> bool:
         return message.tag in self.tags and self.frm in (ANY, message.frm)
@@ -61,24 +65,24 @@ class VirtualTransport:
         self._in_flight = 0
         self._flushing: list[Activity] = []
         self._debt = 0.0
+        self._cpu_per_byte = world.cluster.cpu_per_byte
         self._noise = random.Random(f"{world.seed}/{rank}/jitter")
         self._turns = world.turns(rank)
 
     # -- messages ---------------------------------------------------------------------------------
 
-    def send(
-        self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False
-    ) -> None:
+    def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False) -> None:
         lane = self._lanes.get((to, tag.name))
         if lane is None:
             lane = self._lanes[to, tag.name] = Lane()
         if latest and lane.last is not None and not lane.last.received:
             lane.last.load(meta, tensors)
             return
-        while lane.out >= tag.credit and not self._world.is_gone(to):
+        gone = self._world.gone
+        while lane.out >= tag.credit and to not in gone:
             lane.blocked.append(self._kernel.current)
-            self._kernel.wait("credit to send", tag, "to rank", to)
-        if self._world.is_gone(to):
+            self._wait_on(to, "credit to send", tag, "to rank", to)
+        if to in gone:
             return
         lane.out += 1
         message = lane.last = VirtualMessage(self._kernel, lane, self.rank, tag, meta, tensors, self.depth + 1)
@@ -87,7 +91,8 @@ class VirtualTransport:
             return
         self.bytes_sent += message.nbytes
         self._in_flight += 1
-        self._charge(to, message.nbytes)
+        if self._cpu_per_byte:
+            self._charge(to, message.nbytes)
         self._world.network.carry(self.rank, to, message.nbytes, (self, to, message))
 
     def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> VirtualMessage | None:
@@ -103,7 +108,8 @@ class VirtualTransport:
         self.depth = max(self.depth, message.depth)
         if not message.tensors:
             message.release()
-        self._charge(message.frm, message.nbytes)
+        if self._cpu_per_byte:
+            self._charge(message.frm, message.nbytes)
         return message
 
     def _take(self, tags: tuple[Tag, ...], frm: int) -> VirtualMessage | None:
@@ -119,14 +125,24 @@ class VirtualTransport:
         self._waiters.append(waiter)
         if timeout is not None:
             self._kernel.at(self._kernel.now + timeout, self._give_up, waiter)
-        sender = "any rank" if waiter.frm == ANY else f"rank {waiter.frm}"
         try:
-            message: VirtualMessage | None = self._kernel.wait(" or ".join(map(str, waiter.tags)), "from", sender)
+            message: VirtualMessage | None = self._wait_on(waiter.frm, waiter)
         except BaseException:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
             raise
         return message
+
+    def _wait_on(self, rank: int, *why: Any) -> Any:
+        """Wait, and hear of it if this rank leaves meanwhile."""
+        watchers = self._world.watchers[rank]
+        watchers[self] = watchers.get(self, 0) + 1
+        try:
+            return self._kernel.wait(*why)
+        finally:
+            watchers[self] -= 1
+            if not watchers[self]:
+                del watchers[self]
 
     def _give_up(self, waiter: Waiter) -> None:
         if waiter in self._waiters:
@@ -220,7 +236,7 @@ class VirtualTransport:
 
     def _charge(self, other: int, nbytes: int) -> None:
         """The cores' part of moving bytes between hosts; inside a backward pass it is paid later."""
-        cost = nbytes * self._world.cluster.cpu_per_byte
+        cost = nbytes * self._cpu_per_byte
         if cost and self.hosts[other] != self.host:
             if inside_backward():
                 self._debt += cost

@@ -34,7 +34,10 @@ class World:
         self.lost: list[tuple[int, str]] = []
         self.locks: dict[tuple[int, str], deque[Activity]] = {}
         self.meetings: dict[tuple[int, ...], Meeting] = {}
-        self._why_gone: dict[int, str] = {}
+        self.gone: dict[int, str] = {}
+        """Why a rank is no longer there."""
+        self.watchers: dict[int, dict[VirtualTransport, int]] = {rank: {} for rank in range(-1, cluster.size)}
+        """Who waits for a rank right now (ANY is -1)."""
         self._memory: dict[tuple[int, str], Tensor] = {}
         self._latency = seconds(cluster.latency), seconds(cluster.local_latency)
         self._rate = bytes_per_second(cluster.bandwidth), bytes_per_second(cluster.local_bandwidth)
@@ -78,10 +81,10 @@ class World:
 
     def _deliver(self, parcel: tuple[VirtualTransport, int, VirtualMessage]) -> None:
         sender, to, message = parcel
-        if sender.rank in self._why_gone and self._why_gone[sender.rank] != "left":
+        if sender.rank in self.gone and self.gone[sender.rank] != "left":
             return
         sender.sent()
-        if to not in self._why_gone:
+        if to not in self.gone:
             self.ranks[to].deliver(message)
 
     # -- membership -------------------------------------------------------------------------------
@@ -91,25 +94,22 @@ class World:
         return [
             one.rank
             for one in self.ranks
-            if one.rank != but and one.rank not in self._why_gone and role in (None, one.role)
+            if one.rank != but and one.rank not in self.gone and role in (None, one.role)
         ]
 
-    def is_gone(self, rank: int) -> bool:
-        return rank in self._why_gone
-
     def why_gone(self, rank: int) -> str | None:
-        return self._why_gone.get(rank)
+        return self.gone.get(rank)
 
     def leave(self, rank: int) -> None:
         """A rank says good-bye."""
-        self._why_gone[rank] = "left"
+        self.gone[rank] = "left"
         self._announce(rank, "left", lost=False)
 
     def lose(self, rank: int, why: str) -> None:
         """A rank is gone for good: fence it, then tell the others."""
-        if rank in self._why_gone:
+        if rank in self.gone:
             return
-        self._why_gone[rank] = why
+        self.gone[rank] = why
         self.lost.append((rank, why))
         for activity in self.ranks[rank].activities:
             self.kernel.kill(activity)
@@ -118,8 +118,8 @@ class World:
         self._announce(rank, why, lost=True)
 
     def _announce(self, rank: int, why: str, lost: bool) -> None:
-        for one in self.ranks:
-            if one.rank not in self._why_gone:
+        for one in self.ranks if lost else list(self.watchers[rank]):
+            if one.rank not in self.gone:
                 one.notice(rank, why, lost)
         for group, meeting in list(self.meetings.items()):
             if rank in group:

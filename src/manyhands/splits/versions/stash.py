@@ -25,15 +25,14 @@ class Stash:
         return self._copies[self.version]
 
     def updated(self) -> None:
-        """The live weights have moved on."""
+        """The live weights have moved on: copies that no micro-batch in flight uses can go."""
         self.version += 1
+        used = set(self._used.values())
+        self._copies = {version: copy for version, copy in self._copies.items() if version in used}
 
     def done(self, m: int) -> int:
         """B(m) is over; how many updates its weights were behind."""
-        version = self._used.pop(m)
-        for old in [one for one in self._copies if one < self.version and one not in self._used.values()]:
-            del self._copies[old]
-        return self.version - version
+        return self.version - self._used.pop(m)
 
     @property
     def kept(self) -> int:

@@ -17,8 +17,8 @@ from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
 from manyhands.topology.servers.shard import Shard
-from manyhands.topology.servers.shared import SharedLane
 from manyhands.topology.servers.sharding import Sharding, cut
+from manyhands.topology.servers.shared import shared_lanes
 
 __all__ = ["Lane", "Sharding", "connect", "serve"]
 
@@ -36,11 +36,12 @@ def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Code
         shards = cut(w.flat, how, len(w.workers), at_most=True)
         one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
         if one_host and "owner" not in rule.needs:
-            lanes = [SharedLane(w, number, spans, when, rule, codec) for number, spans in enumerate(shards)]
+            lanes = list(shared_lanes(w, shards, when, rule, codec))
         else:
-            lanes = [MessageLane(w, w.workers[number], spans) for number, spans in enumerate(shards)]
+            keepers = w.workers[: len(shards)]
+            lanes = [MessageLane(w, rank, spans) for rank, spans in zip(keepers, shards, strict=True)]
             if me < len(shards):
-                w.transport.spawn(_keeper(w, shards[me], when, rule, codec).serve)
+                w.transport.spawn(_keeper(w, keepers, shards[me], when, rule, codec).serve)
     start = me % len(lanes)
     return lanes[start:] + lanes[:start]
 
@@ -48,12 +49,14 @@ def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Code
 def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> None:
     """The main program of a server rank."""
     shards = cut(w.flat, how if rule.elementwise else "layer", len(w.servers))
-    _keeper(w, shards[w.servers.index(w.rank)], when, rule, codec).serve()
+    _keeper(w, w.servers, shards[w.servers.index(w.rank)], when, rule, codec).serve()
 
 
-def _keeper(w: Worker, spans: list[Span], when: Consistency, rule: Rule, codec: Codec) -> Keeper:
+def _keeper(
+    w: Worker, keepers: list[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec
+) -> Keeper:
     own = partial(Holding, places=w.flat.places, rule=rule)
     weights = [w.flat.weights(span) for span in spans]
     holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]
     ledger = Ledger(len(w.workers), 0)
-    return Keeper(w, Shard(holdings, when, ledger, LentInbox(codec), w.batch_size))
+    return Keeper(w, Shard(holdings, when, ledger, LentInbox(codec), w.batch_size), keepers)

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from manyhands.core.flat import Span
+from manyhands.topology.servers.shard import Payload
 
 
 class Lane(Protocol):
@@ -23,7 +24,7 @@ class Lane(Protocol):
     def pull(self, into: Sequence[Tensor]) -> None:
         """Read the shard's weights, when admitted; there must have been an `ask`."""
 
-    def push(self, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int]) -> None:
+    def push(self, payload: Payload, untouched: Sequence[int]) -> None:
         """Hand over an encoded gradient, one payload per span; the tensors are lent until applied."""
 
     def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:

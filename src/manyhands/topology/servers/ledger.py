@@ -14,8 +14,8 @@ from manyhands.core.protocols import Standing
 NEVER = 2**62
 """The clock of a worker that has left: it holds nobody up."""
 
-_VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _PUSHES = range(7)
-_HEAD = 7
+_VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _PUSHES = range(8)
+_HEAD = 8
 _ROWS = 5
 
 
@@ -74,6 +74,11 @@ class Ledger:
         return self._head[_ALIVE]
 
     @property
+    def expected(self) -> int:
+        """How many gradients could be pending: one of everyone alive, and those left behind by the departed."""
+        return self._head[_ALIVE] + self._head[_LEFT_BEHIND]
+
+    @property
     def pushes(self) -> int:
         """How many gradients have come in."""
         return self._head[_PUSHES]
@@ -93,7 +98,7 @@ class Ledger:
     def take_pending(self) -> list[int]:
         """Whose gradients are to be applied, in the order of ranks; from now on none is pending."""
         taken = sorted(self._pending[n] for n in range(self.pending))
-        self._head[_PENDING] = 0
+        self._head[_PENDING] = self._head[_LEFT_BEHIND] = 0
         for i in taken:
             self.waiting[i] = 0
         return taken
@@ -111,6 +116,7 @@ class Ledger:
         if self.clock[i] == NEVER:
             return False
         self._head[_ALIVE] -= 1
+        self._head[_LEFT_BEHIND] += self.waiting[i]
         self.parked[i] = 0
         return self._move(i, NEVER)
 

@@ -19,7 +19,7 @@ from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.protocols import Codec, Message, Tag, recv
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.shard import Shard
+from manyhands.topology.servers.shard import Payload, Shard
 
 ASK, WEIGHTS, PUSH, DONE, FINAL = Tag("ask"), Tag("weights"), Tag("push"), Tag("done"), Tag("final")
 EXCHANGE, MOVED = Tag("exchange"), Tag("moved")
@@ -30,11 +30,9 @@ class LentInbox:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        self._lent: dict[int, tuple[Sequence[Sequence[Tensor]], frozenset[int], Callable[[], None]]] = {}
+        self._lent: dict[int, tuple[Payload, frozenset[int], Callable[[], None]]] = {}
 
-    def put(
-        self, i: int, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int], release: Callable[[], None]
-    ) -> None:
+    def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Keep the message."""
         self._lent[i] = payload, frozenset(untouched), release
 
@@ -50,28 +48,44 @@ class LentInbox:
 
 
 class Keeper:
-    """The loop of a rank that keeps a shard."""
+    """The loop of a rank that keeps a shard; `keepers` are all such ranks: none of them can be spared."""
 
-    def __init__(self, w: Worker, shard: Shard) -> None:
+    def __init__(self, w: Worker, shard: Shard, keepers: Sequence[int]) -> None:
         self._w = w
         self._t = w.transport
         self._shard = shard
+        self._keepers = keepers
         self._number = {rank: i for i, rank in enumerate(w.workers)}
-        self._final: int | None = None
 
     def serve(self) -> None:
-        """Answer workers until all are done and the last reader has been served."""
-        while self._shard.ledger.alive or self._final is None:
+        """Answer workers until all are done, then the one who reads the outcome."""
+        while self._shard.ledger.alive:
             try:
-                message = recv(self._t, PUSH, ASK, EXCHANGE, DONE, FINAL)
+                message = recv(self._t, PUSH, ASK, EXCHANGE, DONE)
             except PeerLost as loss:
-                if loss.rank in self._number:
-                    self._answer(self._shard.lose(self._number[loss.rank], loss))
-                if not (self._t.role == "worker" or self._t.peers("worker")):
-                    return
-                continue
-            self._handle(message, self._number[message.frm])
-        self._send_weights(self._final)
+                self._lose(loss)
+            else:
+                self._handle(message, self._number[message.frm])
+        self._serve_reader()
+
+    def _lose(self, loss: PeerLost) -> None:
+        if loss.rank in self._keepers:
+            raise loss
+        if loss.rank in self._number:
+            self._answer(self._shard.lose(self._number[loss.rank], loss))
+
+    def _serve_reader(self) -> None:
+        """The lowest worker still there reads; if it goes without having read, the next one may."""
+        while self._t.role == "worker" or self._t.peers("worker"):
+            lead = self._w.lead
+            try:
+                recv(self._t, FINAL, frm=lead)
+            except PeerLost as loss:
+                if loss.rank in self._keepers:
+                    raise
+            else:
+                self._send_weights(lead)
+                return
 
     def _handle(self, message: Message, i: int) -> None:
         shard, tag = self._shard, message.tag
@@ -88,10 +102,8 @@ class Keeper:
             moves = shard.exchange(message.tensors, message.meta[0])
             message.release()
             self._t.send(message.frm, MOVED, (), moves)
-        elif tag == DONE:
-            self._answer(shard.leave(i))
         else:
-            self._final = message.frm
+            self._answer(shard.leave(i))
 
     def _answer(self, admitted: list[int]) -> None:
         for i in admitted:
@@ -124,7 +136,7 @@ class MessageLane:
         _copy(message.tensors, into)
         message.release()
 
-    def push(self, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int]) -> None:
+    def push(self, payload: Payload, untouched: Sequence[int]) -> None:
         lengths = tuple(len(tensors) for tensors in payload)
         self._t.send(self._keeper, PUSH, (self._version, tuple(untouched), lengths), [x for p in payload for x in p])
 

@@ -22,11 +22,14 @@ from manyhands.core.holding import Holding
 from manyhands.core.protocols import At, Consistency
 from manyhands.topology.servers.ledger import Ledger
 
+Payload = Sequence[Sequence[Tensor]]
+"""An encoded gradient: for every span of a shard what its codec made of it."""
+
 
 class Inbox(Protocol):
     """Where pushed gradients lie until they are applied."""
 
-    def put(self, i: int, payload: Sequence[Tensor], untouched: Sequence[int], release: Callable[[], None]) -> None:
+    def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Take in what worker `i` pushed."""
 
     def write(self, i: int, place: int, out: Tensor) -> None:
@@ -65,7 +68,7 @@ class Shard:
     def push(
         self,
         i: int,
-        payload: Sequence[Tensor],
+        payload: Payload,
         seen: int,
         untouched: Sequence[int] = (),
         release: Callable[[], None] = lambda: None,
@@ -100,7 +103,7 @@ class Shard:
     def _settle(self, slowest_moved: bool) -> list[int]:
         """Apply what is ready, then ask again for whoever that may have freed."""
         ledger, applied = self.ledger, []
-        if ledger.pending and self.when.ready(ledger.pending, ledger.alive):
+        if ledger.pending and self.when.ready(ledger.pending, ledger.expected):
             applied = ledger.take_pending()
             for group in [applied] if self.when.merges else [[i] for i in applied]:
                 self._update(group)

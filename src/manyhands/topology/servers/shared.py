@@ -6,7 +6,9 @@ read yet is parked; whoever frees it sends a small message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from manyhands.core.holding import Holding
 from manyhands.core.protocols import Codec, Consistency, Rule, Tag, recv
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.ledger import Ledger
-from manyhands.topology.servers.shard import Shard
+from manyhands.topology.servers.shard import Payload, Shard
 
 WAKE = Tag("wake", credit=64)
 
@@ -27,7 +29,7 @@ class SharedInbox:
 
     def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codec: Codec, keeps: bool) -> None:
         self._codec = codec
-        self._mine: tuple[Sequence[Sequence[Tensor]], frozenset[int]] = ((), frozenset())
+        self._mine: tuple[Payload, frozenset[int]] = ((), frozenset())
         self._keeps = keeps
         workers = range(len(w.workers)) if keeps else ()
         places = len(w.flat.places)
@@ -37,9 +39,7 @@ class SharedInbox:
         }
         self._skipped = {i: shared(f"{name}.skip{i}", places, torch.uint8) for i in workers}
 
-    def put(
-        self, i: int, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int], release: Callable[[], None]
-    ) -> None:
+    def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Applied at once it is read where it is; otherwise it is written where others can read it."""
         self._mine = payload, frozenset(untouched)
         if self._keeps:
@@ -72,6 +72,7 @@ class SharedLane:
         self._name = f"shard{number}"
         self._wake = WAKE.of(number)
         self._version = 0
+        self.all: list[SharedLane] = [self]
         with self._t.lock(self._name):
             self._shard = self._find(when, rule, codec)
 
@@ -80,7 +81,8 @@ class SharedLane:
         w, name = self._w, self._name
         counts = len(w.flat.places) * len(self.spans)
         size = Ledger.size(len(w.workers), counts)
-        cells = memoryview(self._t.shared(f"{name}.ledger", size, torch.int64).numpy())  # type: ignore[arg-type]
+        memory = self._t.shared(f"{name}.ledger", size, torch.int64).numpy()
+        cells = cast(MutableSequence[int], memoryview(memory))  # type: ignore[arg-type]
         ledger = Ledger(len(w.workers), counts, cells)
         first = not ledger.begun
 
@@ -88,10 +90,13 @@ class SharedLane:
             memory = self._t.shared(f"{name}.{key}", fresh.numel(), fresh.dtype).view(fresh.shape)
             return memory.copy_(fresh) if first else memory
 
+        def numbered(n: int, key: str, fresh: Tensor) -> Tensor:
+            return allocate(f"{n}.{key}", fresh)
+
         holdings = []
         for n, span in enumerate(self.spans):
             weights = allocate(f"weights{n}", w.flat.weights(span))
-            holding = Holding(span, weights, w.flat.places, rule, lambda key, x, n=n: allocate(f"{n}.{key}", x))
+            holding = Holding(span, weights, w.flat.places, rule, partial(numbered, n))
             holding.counts = ledger.counts[n * len(w.flat.places) :][: len(holding.marks)]
             holdings.append(holding)
         if first:
@@ -121,7 +126,7 @@ class SharedLane:
                 x.copy_(h.weights)
         self._w.move(self._shard.nbytes)
 
-    def push(self, payload: Sequence[Sequence[Tensor]], untouched: Sequence[int]) -> None:
+    def push(self, payload: Payload, untouched: Sequence[int]) -> None:
         with self._t.lock(self._name):
             self._w.move(self._shard.nbytes)
             freed = self._shard.push(self._me, payload, self._version, untouched)
@@ -143,12 +148,22 @@ class SharedLane:
             self._read(into)
 
     def _lose(self, loss: PeerLost) -> None:
+        """Tell every shard: a worker hears of a loss once, at whichever shard it waits."""
         if loss.rank in self._w.workers:
-            with self._t.lock(self._name):
-                freed = self._shard.lose(self._w.workers.index(loss.rank), loss)
-            self._wake_up(freed)
+            for lane in self.all:
+                with self._t.lock(lane._name):
+                    freed = lane._shard.lose(self._w.workers.index(loss.rank), loss)
+                lane._wake_up(freed)
 
     def _wake_up(self, freed: list[int]) -> None:
         for i in freed:
             if i != self._me:
                 self._t.send(self._w.workers[i], self._wake)
+
+
+def shared_lanes(w: Worker, shards: Shards, when: Consistency, rule: Rule, codec: Codec) -> list[SharedLane]:
+    """One worker's lanes to all shards of its host."""
+    lanes = [SharedLane(w, number, spans, when, rule, codec) for number, spans in enumerate(shards)]
+    for lane in lanes:
+        lane.all = lanes
+    return lanes

@@ -1,0 +1,74 @@
+"""How fast and how large the virtual world is.
+
+events-per-second                 100 ranks exchange small messages as fast as they can
+ssp-vgg16-1000-workers-seconds    wall time of 20 steps of SSP on the sizes of VGG-16, 4 servers
+bytes-per-rank-4000-over-1000     peak memory per rank with 4,000 workers over that with 1,000
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from manyhands import Cluster, ssp, train
+from manyhands.core.protocols import Tag, Transport, recv
+from manyhands.tasks import load
+from manyhands.virtual.world import simulate
+
+BALL = Tag("ball")
+
+
+def throw(transport: Transport) -> None:
+    """Pass a message round the ring, again and again."""
+    here, size = transport.rank, transport.size
+    for turn in range(200):
+        transport.send((here + 1) % size, BALL.of(turn), (turn,))
+        recv(transport, BALL.of(turn), frm=(here - 1) % size)
+
+
+def events_per_second() -> float:
+    """Events of the kernel per second of wall time."""
+    began = time.perf_counter()
+    simulation = simulate(Cluster(workers=100), throw)
+    return simulation.events / (time.perf_counter() - began)
+
+
+def stale_vgg16(workers: int, steps: int) -> None:
+    """SSP on sizes only."""
+    train(load("vgg16"), ssp(staleness=3), cluster=Cluster(workers=workers, servers=4), steps=steps)
+
+
+def seconds(run: Callable[[], None]) -> float:
+    """Wall time of one call."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def bytes_per_rank(workers: int) -> float:
+    """Peak memory that a run allocates, per worker."""
+    gc.collect()
+    tracemalloc.start()
+    stale_vgg16(workers, steps=2)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / workers
+
+
+def run(progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All three figures."""
+    progress("100 ranks exchanging messages")
+    rate = median(events_per_second() for _ in range(5))
+    progress("SSP on VGG-16 with 1,000 workers")
+    wall = seconds(lambda: stale_vgg16(1000, steps=20))
+    progress("memory of 1,000 and 4,000 workers")
+    ratio = bytes_per_rank(4000) / bytes_per_rank(1000)
+    return [
+        {"name": "events-per-second", "value": round(rate), "goal": ">= 100000"},
+        {"name": "ssp-vgg16-1000-workers-seconds", "value": round(wall, 2), "goal": "<= 60"},
+        {"name": "bytes-per-rank-4000-over-1000", "value": round(ratio, 3), "goal": "<= 1.2"},
+    ]

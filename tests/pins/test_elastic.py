@@ -1,0 +1,90 @@
+"""Card 5, EASGD: pinned values on toy T, conservation, identities."""
+
+import pytest
+import torch
+from toys import number, parabolas, probed, toy_t
+
+import manyhands as mh
+
+# (x1, x2, c) after 1, 2, 3 steps
+SYNCHRONOUS = [(0.1, 0.6, 0), (0.18, 1.02, 0.07), (0.251, 1.321, 0.176)]
+# after events of worker 1, 2, 1, 2
+ASYNCHRONOUS = [(0.1, 0, 0), (0.1, 0.6, 0), (0.18, 0.6, 0.01), (0.18, 1.021, 0.069)]
+GRADIENT_AFTER_THE_MOVE = (0.181, 1.0328)
+
+
+def ends(task, strategy, **run):
+    """Every worker's x and the centre."""
+    xs = {}
+    strategy = probed(strategy, finish=lambda s, w: xs.setdefault(w.rank, w.flat.parts[0].weights.item()))
+    result = mh.train(task, strategy, **run)
+    return (*(xs[rank] for rank in sorted(xs)), number(result))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_synchronous(steps):
+    elastic = mh.easgd(lr=0.1, center_rate=0.2)
+    got = ends(toy_t(), elastic, cluster=mh.Cluster(workers=2), steps=steps)
+    assert got == pytest.approx(SYNCHRONOUS[steps - 1], abs=1e-9)
+
+
+@pytest.mark.parametrize("where", [{"servers": 1}, {}, {"hosts": 1}], ids=["server", "co-located", "shared"])
+@pytest.mark.parametrize("events", [1, 2, 3, 4])
+def test_asynchronous_by_turns(events, where):
+    elastic = mh.easgd(lr=0.1, moving_rate=0.1, asynchronous=True)
+    got = ends(toy_t(), elastic, cluster=mh.Cluster(workers=2, order=[0, 1, 0, 1][:events], **where))
+    assert got == pytest.approx(ASYNCHRONOUS[events - 1], abs=1e-9)
+    assert got[:2] != pytest.approx(GRADIENT_AFTER_THE_MOVE, abs=1e-6)
+
+
+def pull_only(center_rate, moving_rate):
+    """x = (1, 5, -2), c = 4 and no gradient at all: one elastic step."""
+    seen = {}
+
+    def begin(s, w):
+        w.flat.parts[0].weights.fill_([1.0, 5.0, -2.0][w.rank])
+        s.center[0].fill_(4.0)
+
+    elastic = mh.easgd(lr=0.1, center_rate=center_rate, moving_rate=moving_rate)
+    probed(elastic, setup=begin, finish=lambda s, w: seen.setdefault(w.rank, w.flat.parts[0].weights.item()))
+    result = mh.train(parabolas((0, 0), (0, 0), (0, 0)), elastic, cluster=mh.Cluster(workers=3), steps=1)
+    return [seen[rank] for rank in range(3)], number(result)
+
+
+def test_the_pure_elastic_step():
+    xs, c = pull_only(center_rate=0.6, moving_rate=0.2)
+    assert xs == pytest.approx([1.6, 4.8, -0.8], abs=1e-9)
+    assert c == pytest.approx(2.4, abs=1e-9)
+    assert sum(xs) + c == pytest.approx(8, abs=1e-9)
+
+
+def test_without_symmetry_the_sum_is_not_conserved():
+    xs, c = pull_only(center_rate=0.3, moving_rate=0.2)
+    assert sum(xs) + c != pytest.approx(8, abs=1e-3)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_without_a_spring_workers_are_independent_and_the_centre_rests(asynchronous):
+    elastic = mh.easgd(lr=0.1, center_rate=0, moving_rate=0, asynchronous=asynchronous)
+    got = ends(toy_t(), elastic, cluster=mh.Cluster(workers=2), steps=2, per_worker=True)
+    assert got == pytest.approx((0.19, 1.08, 0), abs=1e-9)
+
+
+def test_the_period_counts_from_the_first_step():
+    moves = []
+    elastic = probed(mh.easgd(lr=0.1, period=3), meet=lambda s, w: moves.append(w.step))
+    mh.train(toy_t(), elastic, cluster=mh.Cluster(workers=1), steps=7)
+    assert moves == [0, 3, 6]
+
+
+def test_one_worker_without_a_spring_is_plain_sgd(digits64, plain_sgd):
+    from manyhands.splits.data import Share
+
+    share = Share(digits64.data, 0, 1, 32, seed=0)
+    reference = plain_sgd(digits64, [share.next_batch() for _ in range(5)], lr=0.1)
+    last = {}
+    elastic = mh.easgd(lr=0.1, center_rate=0, moving_rate=0)
+    probed(elastic, finish=lambda s, w: last.update(w.named()))
+    mh.train(digits64, elastic, cluster=mh.Cluster(workers=1), steps=5)
+    for name, w in reference.items():
+        assert torch.allclose(last[name], w, rtol=0, atol=1e-12)

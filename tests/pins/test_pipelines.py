@@ -1,0 +1,101 @@
+"""Cards 2.0, GPipe and PipeDream: the toy's rows, one process, and delayed weights worked out by hand."""
+
+import pytest
+import torch
+from toys import chain, probed
+
+import manyhands as mh
+from manyhands.splits.data import Share
+from manyhands.splits.layers import stages
+
+SEQUENTIAL = {2: [1, 0.9, 0.8271, 0.770519, 0.724773], 3: [1, 0.9, 0.840951, 0.798893, 0.766351]}
+PIPEDREAM = {
+    2: [[1, 0.9, 0.819, 0.759951, 0.714569], [1, 0.9, 0.81, 0.74439, 0.694459]],
+    3: [
+        [1, 0.9, 0.819, 0.765856, 0.732405, 0.708966],
+        [1, 0.9, 0.819, 0.759951, 0.723191, 0.697932],
+        [1, 0.9, 0.81, 0.74439, 0.703946, 0.676676],
+    ],
+}
+
+
+def weights_by_update(strategy, stages, steps):
+    """Every stage's weight after 0, 1, 2, ... updates."""
+    seen = {}
+
+    def note(s, w):
+        seen.setdefault(w.rank, []).append(w.flat.parts[0].weights.item())
+
+    mh.train(chain(stages), probed(strategy, setup=note, update=note), cluster=mh.Cluster(workers=stages), steps=steps)
+    return [seen[rank] for rank in sorted(seen)]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_sequential_row(stages):
+    rows = weights_by_update(mh.gpipe(lr=0.1, micro_batches=1), stages, len(SEQUENTIAL[stages]) - 1)
+    assert rows == [pytest.approx(SEQUENTIAL[stages], abs=5e-7)] * stages
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_pipedream_rows(stages):
+    rows = weights_by_update(mh.pipedream(lr=0.1), stages, len(PIPEDREAM[stages][0]) - 1)
+    assert rows == [pytest.approx(row, abs=5e-7) for row in PIPEDREAM[stages]]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
+def test_gpipe_is_one_process(digits64, plain_sgd, workers, micro_batches):
+    share = Share(digits64.data, 0, 1, 32, seed=0)
+    reference = plain_sgd(digits64, [share.next_batch() for _ in range(4)], 0.1)
+    strategy = mh.gpipe(lr=0.1, micro_batches=micro_batches)
+    result = mh.train(digits64, strategy, cluster=mh.Cluster(workers=workers), steps=4)
+    for name, w in reference.items():
+        assert torch.allclose(result.weights[name], w, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_pipedream_is_sgd_with_delayed_weights(digits64, workers):
+    """w_s(t+1) = w_s(t) - lr grad_s f(w_1(t-K+1), ..., w_K(t)), versions before the start being the start."""
+    steps, lr = 8, 0.1
+    share = Share(digits64.data, 0, 1, 32, seed=0)
+    model = digits64.build(0)
+    cut = stages(model, workers)
+    history = [[[p.detach().clone() for p in stage.parameters()] for stage in cut]]
+    for t in range(steps):
+        for s, stage in enumerate(cut):
+            version = history[max(0, t - (workers - 1 - s))][s]
+            for p, w in zip(stage.parameters(), version, strict=True):
+                p.data.copy_(w)
+        model.zero_grad()
+        digits64.loss_of(model, share.next_batch()).backward()
+        newest = history[-1]
+        history.append(
+            [
+                [w - lr * p.grad for p, w in zip(stage.parameters(), newest[s], strict=True)]
+                for s, stage in enumerate(cut)
+            ]
+        )
+    result = mh.train(digits64, mh.pipedream(lr=lr), cluster=mh.Cluster(workers=workers), steps=steps)
+    expected = [w for stage in history[-1] for w in stage]
+    for got, want in zip(result.weights.values(), expected, strict=True):
+        assert torch.allclose(got, want, rtol=0, atol=1e-12)
+
+
+def test_a_stage_keeps_no_more_versions_than_it_must(digits64):
+    kept = {}
+
+    def note(s, w):
+        kept[w.rank] = max(kept.get(w.rank, 0), s.stash.kept)
+
+    mh.train(digits64, probed(mh.pipedream(), forward=note), cluster=mh.Cluster(workers=4), steps=12)
+    assert kept == {0: 4, 1: 3, 2: 2, 3: 1}
+
+
+def test_gpipe_lasts_as_long_as_its_picture(digits64):
+    """(M + K - 1)(tF + tB) per mini-batch on equal stages with links that cost nothing."""
+    task = chain(4)
+    task = mh.Task(task.model, task.data, task.loss, batch_size=4, work=50e9)
+    cluster = mh.Cluster(workers=4, latency=0, bandwidth="inf")
+    result = mh.train(task, mh.gpipe(micro_batches=4), cluster=cluster, steps=1)
+    per_micro_batch = 1 / 4  # seconds of one stage's forward and backward for one of four samples
+    assert result.seconds == pytest.approx((4 + 4 - 1) * per_micro_batch, rel=1e-6)

@@ -1,0 +1,66 @@
+"""The toy problems of the literature's hand calculations, as tasks of ours, and ways to look inside a run."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+
+SECOND = 50e9  # floating-point operations that take a core of speed 1 one second
+
+
+class Parabola(nn.Module):
+    """f(w) = a/2 (w - b)^2, the loss itself; `a` and `b` come as data, so every worker has its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, a, b):
+        return (0.5 * a * (self.w - b) ** 2).mean()
+
+
+def parabolas(*rows, seconds=None):
+    """Worker k gets the k-th (a, b)."""
+    a, b = torch.tensor(rows, dtype=torch.float64).T
+    return mh.Task(Parabola, TensorDataset(a, b), batch_size=1, work=SECOND * (seconds or 1))
+
+
+def toy_t(**knobs):
+    """Toy T: g1(w) = w - 1, g2(w) = 2 (w - 3), w = 0 at first."""
+    return parabolas((1, 1), (2, 3), **knobs)
+
+
+def chain(stages):
+    """h_{s+1} = w_s h_s, loss (h_K - y)^2 / 2 with x = 1, y = 0, all w = 1."""
+
+    def model():
+        layers = [nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(stages)]
+        for layer in layers:
+            nn.init.ones_(layer.weight)
+        return nn.Sequential(*layers)
+
+    x, y = torch.ones(8, 1, dtype=torch.float64), torch.zeros(8, 1, dtype=torch.float64)
+    return mh.Task(model, TensorDataset(x, y), lambda out, y: 0.5 * ((out - y) ** 2).mean(), batch_size=1)
+
+
+def probed(strategy, **looks):
+    """The strategy with some of its methods followed by a look: looks[name](strategy, worker)."""
+    kind = type(strategy)
+
+    def after(name, look):
+        def method(self, w, *rest):
+            result = getattr(kind, name)(self, w, *rest)
+            look(self, w)
+            return result
+
+        return method
+
+    strategy.__class__ = type(kind.__name__, (kind,), {name: after(name, look) for name, look in looks.items()})
+    return strategy
+
+
+def number(result):
+    """The one weight of a toy."""
+    (weight,) = result.weights.values()
+    return weight.item()
