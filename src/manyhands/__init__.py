@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manyhands import splits
+    from manyhands import codecs, rules, splits
     from manyhands.catalog import ad_psgd, bsp, bsp_server, downpour, easgd, gpipe, hogwild, pipedream, ssp
     from manyhands.core.errors import ChangedInFlight, Deadlock, Diverged, ManyhandsError, PeerLost, Refused
     from manyhands.core.task import Task
@@ -22,10 +22,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "manyhands.catalog": ["ad_psgd", "bsp", "bsp_server", "downpour", "easgd", "gpipe", "hogwild", "pipedream", "ssp"],
+    "manyhands.codecs": ["codecs"],
     "manyhands.core.errors": ["ChangedInFlight", "Deadlock", "Diverged", "ManyhandsError", "PeerLost", "Refused"],
     "manyhands.core.task": ["Task"],
     "manyhands.jobs": ["train"],
     "manyhands.result": ["Result"],
+    "manyhands.rules": ["rules"],
     "manyhands.splits": ["splits"],
     "manyhands.virtual.cluster": ["Cluster"],
     "manyhands.virtual.faults": ["CutLink", "Die", "Slow", "SlowLink", "Stop"],
@@ -51,12 +53,14 @@ __all__ = [
     "ad_psgd",
     "bsp",
     "bsp_server",
+    "codecs",
     "downpour",
     "easgd",
     "gpipe",
     "hogwild",
     "on_ranks",
     "pipedream",
+    "rules",
     "splits",
     "ssp",
     "train",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands import tasks
 from manyhands.core.budget import Budget, Each
@@ -15,20 +15,13 @@ from manyhands.core.errors import PeerLost, Refused, refuse_unless
 from manyhands.core.loop import Job, Outcome, run_rank
 from manyhands.core.protocols import Batch, Strategy, Transport
 from manyhands.core.task import Task
+from manyhands.report.progress import Progress
 from manyhands.report.record import Record
 from manyhands.result import Result, evaluate, final_loss, lag_of, sha256
 from manyhands.splits.data import Share
 from manyhands.virtual.budget import Common, Prescribed
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.world import Simulation, simulate
-
-
-class Progress(Protocol):
-    """Somebody who wants to see how the run gets on."""
-
-    def start(self, total_samples: int, title: str) -> None: ...
-    def step(self, line: dict[str, Any]) -> None: ...
-    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,7 @@ def _run(plan: Plan, record: Record, progress: Progress | None) -> Simulation:
     def observe(line: dict[str, Any]) -> None:
         record.write(line)
         if progress is not None:
-            progress.step(line)
+            progress.step({**line, "samples": line["samples"] * plan.replicas / plan.cluster.workers})
 
     job = Job(plan.task, plan.strategy, plan.budget(), plan.batches, observe, plan.seed, plan.steps, plan.batch_size)
     if progress is not None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +20,7 @@ TAIL = 0.05
 """The final loss is the mean over this share of the run: one mini-batch alone says little."""
 
 
-@dataclass(frozen=True)
-class Lag:
+class Lag(NamedTuple):
     """How stale reads or gradients were, over all steps."""
 
     mean: float
@@ -56,6 +55,11 @@ class Result:
     records: Sequence[dict[str, Any]]
     record: Path | None
     lost: Sequence[tuple[int, str]]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of tensors that all ranks sent."""
+        return self.bytes_sent
 
     @property
     def mean_lag(self) -> float:

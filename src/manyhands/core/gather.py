@@ -1,6 +1,9 @@
 """Gathering at the lead: every worker hands something over, the lowest rank still there collects it.
 
-Ranks may die meanwhile: a dead worker is left out, a dead lead is followed by the next rank.
+Ranks may die meanwhile: a dead worker is left out, a dead lead is followed by the next rank. A lead that dies
+while it says thanks leaves some ranks in this gathering and some in the next one, and what it had collected is
+gone. So gatherings are numbered; who is ahead tells a new lead that the last one is over, and who is behind
+hears it from a new lead that is ahead. Nobody can be further away than one.
 """
 
 from __future__ import annotations
@@ -11,42 +14,61 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import PeerLost
-from manyhands.core.protocols import Meta, Tag, recv
+from manyhands.core.protocols import Message, Meta, Tag, recv
 from manyhands.core.worker import Worker
 
 HAND_OVER = Tag("hand-over")
 THANKS = Tag("thanks")
+OVER = Tag("over")
 
 Gathered = dict[int, tuple[Meta, tuple[Tensor, ...]]]
 
 
 def gather(w: Worker, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> Gathered | None:
     """What every living worker handed over, by rank, on the lead; None on the others. Acts as a barrier."""
+    number, w.gatherings = w.gatherings, w.gatherings + 1
     while True:
         lead = w.lead
         if lead == w.rank:
-            return _collect(w, meta, tensors)
-        w.transport.send(lead, HAND_OVER, meta, tensors)
+            return _collect(w, number, meta, tensors)
+        if number and lead != w.workers[0]:
+            w.transport.send(lead, OVER.of(number - 1))
+        w.transport.send(lead, HAND_OVER.of(number), meta, tensors)
         try:
-            recv(w.transport, THANKS, frm=lead)
+            recv(w.transport, THANKS.of(number), frm=lead)
             return None
         except PeerLost as loss:
             if loss.why == "left":
                 return None
 
 
-def _collect(w: Worker, meta: Meta, tensors: Sequence[Tensor]) -> Gathered:
+def _collect(w: Worker, number: int, meta: Meta, tensors: Sequence[Tensor]) -> Gathered | None:
     gathered: Gathered = {w.rank: (meta, tuple(tensors))}
+    over = False
     for rank in w.transport.peers("worker"):
         try:
-            message = recv(w.transport, HAND_OVER, frm=rank)
-            gathered[rank] = message.meta, message.keep()
+            message = _from(w, rank, number)
         except PeerLost:
             continue
+        if message.tag == OVER.of(number):
+            over = True
+        else:
+            gathered[rank] = message.meta, message.keep()
     for rank in gathered:
         if rank != w.rank:
-            w.transport.send(rank, THANKS)
-    return dict(sorted(gathered.items()))
+            w.transport.send(rank, THANKS.of(number))
+    return None if over else dict(sorted(gathered.items()))
+
+
+def _from(w: Worker, rank: int, number: int) -> Message:
+    """What a rank hands over, or its word that this gathering is over; the one before is, should it still be there."""
+    while True:
+        last = HAND_OVER.of(number - 1)
+        message = recv(w.transport, HAND_OVER.of(number), OVER.of(number), last, frm=rank)
+        if message.tag != last:
+            return message
+        message.release()
+        w.transport.send(rank, THANKS.of(number - 1))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ set up -> (take a mini-batch, step, record) until the budget is used up -> finis
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +87,7 @@ def _line(w: Worker, loss: float | None) -> Line:
         "step": w.step,
         "rank": w.rank,
         "time": t.now(),
-        "loss": loss,
+        "loss": None if loss is None or math.isnan(loss) else loss,
         "samples": w.batch_size,
         "bytes": t.bytes_sent,
         "lag": w.lag,

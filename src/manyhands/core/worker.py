@@ -56,6 +56,7 @@ class Worker:
         """The part of the model that this rank trains; a pipeline makes it smaller."""
         self.step = 0
         self.lag = 0
+        self.gatherings = 0
         self.random = random.Random(f"{seed}/{self.rank}")
 
     def _ranks(self, role: str) -> list[int]:

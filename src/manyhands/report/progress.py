@@ -37,7 +37,7 @@ class Tally:
 
     def __init__(self, total: int = 0) -> None:
         self.total = total
-        self.samples = 0
+        self.samples = 0.0
         self.loss: float | None = None
         self.began = time.monotonic()
         self._losses: list[float] = []
@@ -128,10 +128,10 @@ class Lines:
     def step(self, line: Mapping[str, Any]) -> None:
         """Count, and print if another tenth is done."""
         self.tally.add(line)
-        tenths = 10 * self.tally.samples // max(self.tally.total, 1)
+        tenths = int(10 * self.tally.samples / max(self.tally.total, 1))
         if tenths > self.tenths:
             self.tenths = tenths
-            share = 100 * self.tally.samples // self.tally.total
+            share = int(100 * self.tally.samples / self.tally.total)
             words = [f"{share:3d} %", *self.tally.words(), f"{clock(self.tally.seconds_left())} left"]
             print("  ".join(filter(None, words)), file=self.stream, flush=True)
 

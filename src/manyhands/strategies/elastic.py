@@ -28,7 +28,7 @@ from manyhands.core.holding import replica
 from manyhands.core.protocols import At, Batch, Rule, Weights
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
-from manyhands.topology.servers import Sharding, connect, serve
+from manyhands.topology.servers import Sharding, connect, read_outcome, serve
 
 
 @dataclass
@@ -138,6 +138,4 @@ class Elastic:
             return None
         if not self.asynchronous:
             return w.named(self.center)
-        for lane in self.lanes:
-            lane.final([w.flat.weights(span) for span in lane.spans])
-        return w.named()
+        return w.named() if read_outcome(w, self.lanes) else None

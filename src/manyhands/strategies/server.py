@@ -30,7 +30,7 @@ from manyhands.core.flat import Span
 from manyhands.core.gather import gather
 from manyhands.core.protocols import Batch, Codec, Consistency, Rule, Weights
 from manyhands.core.worker import Worker
-from manyhands.topology.servers import Lane, Sharding, connect, serve
+from manyhands.topology.servers import Lane, Sharding, connect, read_outcome, serve
 
 
 @dataclass
@@ -151,8 +151,6 @@ class Server:
 
     def answer(self, w: Worker) -> Weights | None:
         """What the shards hold when everyone is done."""
-        if gather(w) is None:
+        if gather(w) is None or not read_outcome(w, self.lanes):
             return None
-        for lane in self.lanes:
-            lane.final([w.flat.weights(span) for span in lane.spans])
         return w.named()

@@ -116,9 +116,13 @@ class Cluster:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise Refused(f"{path} has {unknown[0]!r}, but a cluster knows only {', '.join(sorted(known))}")
-        for name in ("faults", "stragglers"):
-            given[name] = [_fault(path, dict(table)) for table in given.get(name, ())]
-        return cls(**given)
+        try:
+            for name in ("faults", "stragglers"):
+                tables = given.get(name, [])
+                given[name] = [_fault(path, {**table}) for table in (tables if isinstance(tables, list) else [tables])]
+            return cls(**given)
+        except TypeError as error:
+            raise Refused(f"{path} has a value of the wrong kind: {error}") from error
 
 
 def _fault(path: str | Path, table: dict[str, Any]) -> Fault:

@@ -58,7 +58,7 @@ class Cores:
             return
         self._advance()
         finish = self._running[0][0]
-        if finish - self._progress > 1e-12 * max(1.0, finish):
+        if finish - self._progress > 1e-12 * max(1.0, self._kernel.now):
             return
         self._progress = max(self._progress, finish)
         self._kernel.wake(heapq.heappop(self._running)[2])

@@ -61,6 +61,7 @@ class Activity:
     def join(self) -> None:
         """Wait until this activity has ended."""
         if not self.done:
+            self._kernel.may_wait("the end of", self.name)
             self.joiners.append(self._kernel.current)
             self._kernel.wait("the end of", self.name)
 
@@ -76,35 +77,40 @@ class Kernel:
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._number = 0
         self._ready: deque[tuple[Activity, Any]] = deque()
-        self._activities: set[Activity] = set()
+        self._activities: dict[Activity, None] = {}
         self._busy = 0
+        self._grad = torch.is_grad_enabled()
         self._failure: BaseException | None = None
 
     def at(self, time: float, action: Callable[[Any], None], argument: Any = None) -> None:
-        """Call `action(argument)` when the clock reaches `time`."""
+        """Call `action(argument)` when the clock reaches `time`, at once if it has."""
+        if time < self.now:
+            time = self.now
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, action, argument))
 
     def spawn(self, run: Callable[[], Any], name: str, rank: int, daemon: bool = False) -> Activity:
         """Start an activity at this instant."""
         activity = Activity(self, run, name, rank, daemon)
-        self._activities.add(activity)
+        self._activities[activity] = None
         self._busy += not daemon
         self._ready.append((activity, None))
         return activity
 
     def perform(self, activity: Activity, run: Callable[[], Any]) -> None:
         """The body of every greenlet: the first error of any of them stops the run."""
+        torch.set_grad_enabled(self._grad)
         try:
             run()
         except GreenletExit:
             pass
         except BaseException as error:
-            error.add_note(f"in {activity.name} at virtual time {self.now:.9g} s")
-            self._failure = self._failure or error
+            if not activity.done:  # of a killed activity nobody hears any more
+                error.add_note(f"in {activity.name} at virtual time {self.now:.9g} s")
+                self._failure = self._failure or error
         finally:
             activity.done = True
-            self._activities.discard(activity)
+            self._activities.pop(activity, None)
             self._busy -= not activity.daemon
             for joiner in activity.joiners:
                 self.wake(joiner)
@@ -113,18 +119,26 @@ class Kernel:
         """Let a waiting activity go on at this instant with `value`; an exception is raised in it."""
         self._ready.append((activity, value))
 
+    def may_wait(self, *why: Any) -> None:
+        """Refuse a wait that would leak; ask before noting down anywhere who waits."""
+        if mode := leaking_mode():
+            raise MayNotWait(f"{self.current.name} may not wait for {_words(why)} inside {mode}")
+
     def wait(self, *why: Any) -> Any:
         """Hand over control until somebody wakes the current activity."""
+        self.may_wait(*why)
         me = self.current
-        if mode := leaking_mode():
-            raise MayNotWait(f"{me.name} may not wait for {_words(why)} inside {mode}")
+        if me.done:  # it is being killed and gets no further
+            raise GreenletExit
         me.waits_for = why
         grad = torch.is_grad_enabled()
         began = self.now
-        value = self.hub.switch()
-        me.waited += self.now - began
-        if torch.is_grad_enabled() is not grad:
-            torch.set_grad_enabled(grad)
+        try:
+            value = self.hub.switch()
+        finally:
+            me.waited += self.now - began
+            if torch.is_grad_enabled() is not grad:
+                torch.set_grad_enabled(grad)
         if isinstance(value, BaseException):
             raise value
         return value
@@ -133,27 +147,30 @@ class Kernel:
         """Wait for a moment; it does not count as waiting for others."""
         me = self.current
         waited = me.waited
+        self.may_wait("the time", time)
         self.at(time, self.wake, me)
         self.wait("the time", time)
         me.waited = waited
 
     def kill(self, activity: Activity) -> None:
-        """End an activity where it stands; its `finally` blocks run."""
+        """End an activity where it stands; its `finally` blocks run, but can no longer wait."""
         if not activity.done:
             self.current = activity
+            activity.done = True
+            begun = bool(activity.green)
             activity.green.throw(GreenletExit)
-            if not activity.done:  # it had never run, so there was no `finally` to do this
+            if not begun:
                 self.perform(activity, lambda: None)
 
     def run(self) -> None:
         """Play everything; raise the first error of any activity, or say who is stuck."""
-        grad = torch.is_grad_enabled()
+        self._grad = torch.is_grad_enabled()
         try:
             self._play()
         finally:
             for activity in sorted(self._activities, key=lambda one: (one.rank, one.name)):
                 self.kill(activity)
-            torch.set_grad_enabled(grad)
+            torch.set_grad_enabled(self._grad)
         if self._failure:
             raise self._failure
 

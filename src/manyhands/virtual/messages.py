@@ -31,7 +31,8 @@ class Seal:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._version = tensor._version
-        self._checksum = None if tensor._base is None or tensor.is_meta else _checksum(tensor)
+        view = tensor._base is not None or tensor.untyped_storage().nbytes() != tensor.nbytes
+        self._checksum = _checksum(tensor) if view and not tensor.is_meta else None
 
     def broken(self) -> bool:
         """Whether somebody wrote into it since."""
@@ -80,18 +81,18 @@ class VirtualMessage:
         self._kernel = kernel
         self.lane = lane
         self.frm = frm
-        self.tag = tag
         self.depth = depth
         self.received = False
         self.released = False
-        self.load(meta, tensors)
+        self.load(tag, meta, tensors)
 
-    def load(self, meta: Meta, tensors: Sequence[Tensor]) -> None:
-        """Fill the message; a later one may replace an unread one."""
+    def load(self, tag: Tag, meta: Meta, tensors: Sequence[Tensor]) -> None:
+        """Fill the message; a later one may replace an unread one. What travels has no history."""
+        self.tag = tag
         self.meta = meta
-        self.tensors = tuple(tensors)
+        self.tensors = tuple([x.detach() for x in tensors])
         self.nbytes = sum([x.nbytes for x in self.tensors])
-        self._seals = [Seal(x) for x in self.tensors]
+        self._seals = [Seal(x) for x in tensors]
 
     def release(self) -> None:
         """Give the tensors and the credit back."""

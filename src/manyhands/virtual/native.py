@@ -44,6 +44,7 @@ class Native:
         for rank in group:
             if why := world.why_gone(rank):
                 raise PeerLost(rank, why)
+        world.kernel.may_wait("an all-reduce")
         meeting = world.meetings.setdefault(group, Meeting(group))
         meeting.brought[me.rank] = x
         meeting.waiting.append(world.kernel.current)

@@ -76,10 +76,12 @@ class VirtualTransport:
         if lane is None:
             lane = self._lanes[to, tag.name] = Lane()
         if latest and lane.last is not None and not lane.last.received:
-            lane.last.load(meta, tensors)
+            lane.last.load(tag, meta, tensors)
+            self._world.ranks[to].look_again(lane.last)
             return
         gone = self._world.gone
         while lane.out >= tag.credit and to not in gone:
+            self._kernel.may_wait("credit to send", tag, "to rank", to)
             lane.blocked.append(self._kernel.current)
             self._wait_on(to, "credit to send", tag, "to rank", to)
         if to in gone:
@@ -157,6 +159,12 @@ class VirtualTransport:
                 self._kernel.wake(waiter.activity, message)
                 return
         self._queue.append(message)
+
+    def look_again(self, message: VirtualMessage) -> None:
+        """A message was replaced: if it had arrived, somebody may be waiting for it now."""
+        if message in self._queue:
+            self._queue.remove(message)
+            self.deliver(message)
 
     def sent(self) -> None:
         """One message of this rank has arrived or was dropped."""
@@ -245,6 +253,7 @@ class VirtualTransport:
 
     def flush(self) -> None:
         if self._in_flight:
+            self._kernel.may_wait("its messages to arrive")
             self._flushing.append(self._kernel.current)
             self._kernel.wait("its messages to arrive")
 

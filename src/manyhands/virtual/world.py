@@ -55,7 +55,10 @@ class World:
         roles = ["worker"] * cluster.workers + ["server"] * cluster.servers
         self.ranks = [VirtualTransport(self, rank, roles[rank], speeds[rank]) for rank in range(cluster.size)]
         for fault in [*cluster.slow, *(one for one in cluster.faults if not isinstance(one, Slow))]:
-            self.kernel.at(seconds(fault.at), self._break, fault)
+            if isinstance(fault, Slow | SlowLink) and not seconds(fault.at):
+                self._break(fault)  # in force before anybody begins
+            else:
+                self.kernel.at(seconds(fault.at), self._break, fault)
 
     def turns(self, rank: int) -> Iterator[float] | None:
         """When this rank's gradients end, if the cluster prescribes an order of events."""

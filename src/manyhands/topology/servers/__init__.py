@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.holding import Holding
 from manyhands.core.protocols import Codec, Consistency, Rule
@@ -20,7 +21,7 @@ from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.sharding import Sharding, cut
 from manyhands.topology.servers.shared import shared_lanes
 
-__all__ = ["Lane", "Sharding", "connect", "serve"]
+__all__ = ["Lane", "Sharding", "connect", "read_outcome", "serve"]
 
 
 def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> list[Lane]:
@@ -52,9 +53,19 @@ def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec)
     _keeper(w, w.servers, shards[w.servers.index(w.rank)], when, rule, codec).serve()
 
 
-def _keeper(
-    w: Worker, keepers: list[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec
-) -> Keeper:
+def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
+    """Read all shards once everyone is done; False if they are gone, read by a rank that was lost since."""
+    try:
+        for lane in lanes:
+            lane.final([w.flat.weights(span) for span in lane.spans])
+    except PeerLost as loss:
+        if loss.why != "left":
+            raise
+        return False
+    return True
+
+
+def _keeper(w: Worker, keepers: list[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec) -> Keeper:
     own = partial(Holding, places=w.flat.places, rule=rule)
     weights = [w.flat.weights(span) for span in spans]
     holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]

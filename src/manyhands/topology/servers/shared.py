@@ -20,6 +20,7 @@ from manyhands.core.protocols import Codec, Consistency, Rule, Tag, recv
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.shard import Payload, Shard
+from manyhands.topology.servers.sharding import Shards
 
 WAKE = Tag("wake", credit=64)
 

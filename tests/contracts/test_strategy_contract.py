@@ -1,0 +1,77 @@
+"""Every method: the same seed gives the same bits, the loss falls, and the record tells the story."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+
+METHODS = {
+    "bsp": mh.bsp,
+    "bsp-server": mh.bsp_server,
+    "ssp": mh.ssp,
+    "downpour": mh.downpour,
+    "easgd": mh.easgd,
+    "easgd asynchronous": lambda: mh.easgd(asynchronous=True),
+    "ad-psgd": mh.ad_psgd,
+    "hogwild": mh.hogwild,
+    "gpipe": mh.gpipe,
+    "pipedream": mh.pipedream,
+}
+METHOD = pytest.mark.parametrize("method", METHODS)
+SERVED = {"bsp-server", "ssp", "downpour", "easgd asynchronous"}
+
+
+def blobs(samples=96):
+    """Three clouds of points and a small classifier with dropout and BatchNorm."""
+    noise = torch.Generator().manual_seed(1)
+    y = torch.arange(samples) % 3
+    x = torch.randn(samples, 4, generator=noise) + 2 * nn.functional.one_hot(y, 4)
+
+    def model():
+        return nn.Sequential(
+            *[nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)],
+            *[nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)],
+        )
+
+    return mh.Task(model, TensorDataset(x, y), nn.functional.cross_entropy, batch_size=8, name="blobs")
+
+
+def places(method):
+    yield mh.Cluster(workers=4, speeds=[1, 0.5, 2, 1], jitter=0.3)
+    yield mh.Cluster(workers=4, hosts=1, cores=2)
+    if method in SERVED:
+        yield mh.Cluster(workers=3, servers=2, latency="1ms", bandwidth="100Mbit")
+
+
+@METHOD
+def test_the_same_seed_gives_the_same_bits_and_times(method):
+    for cluster in places(method):
+        if method == "hogwild":
+            cluster = mh.Cluster(workers=4, hosts=1, cores=2, jitter=0.3)
+        one, two = (mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=7) for _ in range(2))
+        other = mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=8)
+        assert one.weights_sha256 == two.weights_sha256 != other.weights_sha256
+        assert [line for line in one.records if "loss" in line] == [line for line in two.records if "loss" in line]
+
+
+@METHOD
+def test_the_loss_falls(method):
+    result = mh.train(blobs(), METHODS[method](), cluster=mh.Cluster(workers=4), steps=200, batch_size=16)
+    first = next(line["loss"] for line in result.records if line.get("loss") is not None)
+    assert result.final_loss < 0.7 * first
+
+
+@METHOD
+def test_the_record_on_disk_is_the_record_in_hand(method, tmp_path):
+    result = mh.train(blobs(), METHODS[method](), cluster=mh.Cluster(workers=4), steps=3, out=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "record.jsonl").read_text().splitlines()]
+    header, *steps, footer = lines
+    assert [(one["role"], one["rank"]) for one in header["participants"]] == [("worker", rank) for rank in range(4)]
+    assert len(steps) == len([line for line in result.records if "step" in line and "rank" in line])
+    assert all(line["step"] >= 1 and math.isfinite(line["time"]) for line in steps)
+    assert footer["weights_sha256"] == result.weights_sha256

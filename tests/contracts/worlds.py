@@ -1,0 +1,58 @@
+"""The worlds in which every Transport contract is tested. A new world is one more entry of WORLDS.
+
+A world runs `program(transport)` on every rank and gives the results by rank, None for a rank that died. Real
+processes import the program by name, so programs are functions at the top of a module, or `partial`s of such.
+A world that cannot place ranks as asked (several on one host) skips the test.
+"""
+
+import os
+import signal
+from functools import partial
+
+from manyhands.core.protocols import Tag
+from manyhands.virtual.cluster import Cluster
+from manyhands.virtual.faults import Die
+from manyhands.virtual.transport import VirtualTransport
+from manyhands.virtual.world import simulate
+
+NEVER = Tag("never")
+"""Nobody sends this."""
+
+
+def die(transport):
+    """Kill this rank here and now; it must be among the `deaths` of its run."""
+    transport.flush()
+    while isinstance(transport, VirtualTransport):
+        transport.recv(NEVER, frm=transport.rank)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def by_rank(*programs):
+    """A program that is another one on every rank; the last one is that of all further ranks too."""
+    return partial(_choose, programs)
+
+
+def _choose(programs, transport):
+    return programs[min(transport.rank, len(programs) - 1)](transport)
+
+
+def _and_leave(program, transport):
+    result = program(transport)
+    transport.leave()
+    return result
+
+
+class Virtual:
+    """Ranks in virtual time. Whoever is to die waits for it, long after the others have come to rest."""
+
+    notices_writes = True
+    """Whether a write into a lent tensor is an error here, or only forbidden."""
+
+    def run(self, size, program, *, hosts=None, servers=0, deaths=()):
+        """Run on `size` ranks, the last `servers` of them servers, the others spread over `hosts`."""
+        faults = [Die(rank, at=1000.0 * number) for number, rank in enumerate(deaths, start=1)]
+        cluster = Cluster(workers=size - servers, servers=servers, hosts=hosts, faults=faults)
+        return simulate(cluster, partial(_and_leave, program)).results
+
+
+WORLDS = {"virtual": Virtual()}
