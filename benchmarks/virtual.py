@@ -10,12 +10,12 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 from manyhands import Cluster, ssp, train
 from manyhands.core.protocols import Tag, Transport, recv
+from manyhands.report.progress import Progress
 from manyhands.tasks import load
 from manyhands.virtual.world import simulate
 
@@ -37,36 +37,27 @@ def events_per_second() -> float:
     return simulation.events / (time.perf_counter() - began)
 
 
-def stale_vgg16(workers: int, steps: int) -> None:
-    """SSP on sizes only."""
-    train(load("vgg16"), ssp(staleness=3), cluster=Cluster(workers=workers, servers=4), steps=steps)
+def stale_vgg16(workers: int, steps: int, progress: Progress) -> float:
+    """Wall time of SSP on sizes only."""
+    cluster = Cluster(workers=workers, servers=4)
+    return train(load("vgg16"), ssp(staleness=3), cluster=cluster, steps=steps, progress=progress).wall_seconds
 
 
-def seconds(run: Callable[[], None]) -> float:
-    """Wall time of one call."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
-
-
-def bytes_per_rank(workers: int) -> float:
+def bytes_per_rank(workers: int, progress: Progress) -> float:
     """Peak memory that a run allocates, per worker."""
     gc.collect()
     tracemalloc.start()
-    stale_vgg16(workers, steps=2)
+    stale_vgg16(workers, 2, progress)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return peak / workers
 
 
-def run(progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def run(progress: Progress) -> list[dict[str, Any]]:
     """All three figures."""
-    progress("100 ranks exchanging messages")
     rate = median(events_per_second() for _ in range(5))
-    progress("SSP on VGG-16 with 1,000 workers")
-    wall = seconds(lambda: stale_vgg16(1000, steps=20))
-    progress("memory of 1,000 and 4,000 workers")
-    ratio = bytes_per_rank(4000) / bytes_per_rank(1000)
+    wall = stale_vgg16(1000, 20, progress)
+    ratio = bytes_per_rank(4000, progress) / bytes_per_rank(1000, progress)
     return [
         {"name": "events-per-second", "value": round(rate), "goal": ">= 100000"},
         {"name": "ssp-vgg16-1000-workers-seconds", "value": round(wall, 2), "goal": "<= 60"},

@@ -130,7 +130,9 @@ def _plan(
     )
     strategy.check(cluster.workers, cluster.servers, batch_size, task.build(seed))
     if steps is None:
-        steps = math.ceil((epochs or task.epochs) * len(task.data) / (replicas * batch_size))
+        epochs = task.epochs if epochs is None else epochs
+        refuse_unless(0 < epochs < math.inf, "epochs", epochs, "> 0 and finite")
+        steps = math.ceil(epochs * len(task.data) / (replicas * batch_size))
     refuse_unless(steps >= 1, "steps", steps, ">= 1")
     return Plan(task, strategy, cluster, seed, steps, batch_size, per_worker)
 
@@ -169,10 +171,9 @@ def _result(plan: Plan, simulation: Simulation, record: Record, began: float) ->
     steps = sorted((line for line in record.lines if "loss" in line), key=lambda line: float(line["time"]))
     outcomes = [one for one in simulation.results if isinstance(one, Outcome)]
     lead = next((one for one in outcomes if one.weights is not None), None)
-    if lead is None and not plan.task.sizes_only:
+    if lead is None:
         raise PeerLost(*(simulation.lost or [(0, "it gave no answer")])[-1])
-    weights = None if lead is None or plan.task.sizes_only else lead.weights
-    buffers = None if lead is None else lead.buffers
+    weights = None if plan.task.sizes_only else lead.weights
     waited = {line["rank"]: float(line["waited"]) for line in steps}
     return Result(
         task=plan.task.name,
@@ -185,12 +186,12 @@ def _result(plan: Plan, simulation: Simulation, record: Record, began: float) ->
         wall_seconds=time.perf_counter() - began,
         samples=_samples(plan, steps),
         final_loss=final_loss(steps),
-        test_accuracy=None if weights is None else evaluate(plan.task, weights, buffers, plan.seed),
+        test_accuracy=None if weights is None else evaluate(plan.task, weights, lead.buffers, plan.seed),
         bytes_sent=sum(simulation.bytes),
         lag=lag_of(steps),
         waited_seconds=sum(waited.values()),
         weights=weights,
-        buffers=buffers,
+        buffers=lead.buffers,
         weights_sha256=None if weights is None else sha256(weights),
         records=record.lines,
         record=record.path,

@@ -524,6 +524,26 @@ def test_latest_brings_its_own_key(world, reader):
     assert world.run(2, by_rank(send_latest_of_keys, reader))[1] == (A.of(2), (2,), None)
 
 
+def replace_what_has_arrived(t):
+    t.send(1, A.of(1), (1,), [numbers(1)], latest=True)
+    t.send(1, DONE)
+    recv(t, READY)
+    t.send(1, A.of(2), (2,), [numbers(2)], latest=True)
+
+
+def wait_while_the_first_lies_there(t):
+    recv(t, DONE)
+    t.send(0, READY)
+    message = recv(t, A.of(2))
+    return message.tag, message.meta, message.tensors[0].tolist(), t.recv(A.of(1), A.of(2), timeout=SOON)
+
+
+@on_one_host_and_between
+def test_latest_reaches_whoever_waits_for_its_key(world, hosts):
+    got = world.run(2, by_rank(replace_what_has_arrived, wait_while_the_first_lies_there), hosts=hosts)[1]
+    assert got == (A.of(2), (2,), [2.0], None)
+
+
 # -- time-outs, memory of one's own, flush ------------------------------------------------------------
 
 

@@ -180,11 +180,11 @@ def test_a_lock_is_freed_when_its_holder_dies_and_given_to_the_next():
         with t.lock("door"):
             entered = t.now()
             t.spend(10.0)
-        return entered
+        return entered, t.now()
 
     result = run(4, program, Die(1, at=14.0), Die(2, at=5.0), hosts=1)
-    assert result.results == pytest.approx([0.0, None, None, 14.0])
-    assert run(2, program, Die(0, at=4.0), hosts=1).results == [None, 4.0]
+    assert result.results == [(0.0, 10.0), None, None, (14.0, 24.0)]
+    assert run(2, program, Die(0, at=4.0), hosts=1).results == [None, (4.0, 14.0)]
 
 
 def test_everyone_but_one_dies():

@@ -436,6 +436,19 @@ def test_a_wait_under_a_mode_that_would_leak_is_refused_and_leaves_no_trace(mode
     assert simulate(Cluster(workers=3, hosts=1), read_all).results == [5.5, None, None]
 
 
+def test_an_all_reduce_that_was_refused_has_brought_nothing():
+    def program(t):
+        x = torch.full((2,), float(t.rank + 1))
+        if t.rank == 0:
+            with torch.inference_mode(), pytest.raises(MayNotWait):
+                t.collective([0, 1]).all_reduce(torch.full((2,), 100.0))
+        t.spend(3.0 - t.rank)
+        t.collective([0, 1]).all_reduce(x)
+        return x.tolist()
+
+    assert simulate(Cluster(workers=2), program).results == [[3.0, 3.0]] * 2
+
+
 def test_a_wait_that_need_not_wait_is_allowed_under_any_mode():
     def program(t):
         t.send(0, A, (1,))

@@ -32,7 +32,7 @@ def gather(w: Worker, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> Gather
         if lead == w.rank:
             return _collect(w, number, meta, tensors)
         if number and lead != w.workers[0]:
-            w.transport.send(lead, OVER.of(number - 1))
+            w.transport.send(lead, OVER.of(number - 1), latest=True)
         w.transport.send(lead, HAND_OVER.of(number), meta, tensors)
         try:
             recv(w.transport, THANKS.of(number), frm=lead)
@@ -45,7 +45,7 @@ def gather(w: Worker, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> Gather
 def _collect(w: Worker, number: int, meta: Meta, tensors: Sequence[Tensor]) -> Gathered | None:
     gathered: Gathered = {w.rank: (meta, tuple(tensors))}
     over = False
-    for rank in w.transport.peers("worker"):
+    for rank in [one for one in w.workers if one != w.rank]:
         try:
             message = _from(w, rank, number)
         except PeerLost:
@@ -69,6 +69,13 @@ def _from(w: Worker, rank: int, number: int) -> Message:
             return message
         message.release()
         w.transport.send(rank, THANKS.of(number - 1))
+
+
+def need_all(w: Worker, gathered: Gathered) -> None:
+    """Refuse to do without a worker that alone has its part of the model."""
+    for rank in w.workers:
+        if rank not in gathered:
+            raise PeerLost(rank, "it had not handed over its part of the model")
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.budget import Budget
-from manyhands.core.gather import Gathered, gather
+from manyhands.core.gather import Gathered, gather, need_all
 from manyhands.core.protocols import Batch, Strategy, Transport, Weights
 from manyhands.core.task import Task
 from manyhands.core.worker import Worker
@@ -102,7 +102,11 @@ def average_buffers(w: Worker) -> Weights | None:
     if not any(True for _ in w.model.buffers()) or w.task.sizes_only:
         return {}
     gathered = gather(w, tuple(named), tuple(named.values()))
-    return None if gathered is None else _merged(gathered)
+    if gathered is None:
+        return None
+    if w.trains is not w.model:
+        need_all(w, gathered)
+    return _merged(gathered)
 
 
 @torch.no_grad()

@@ -30,9 +30,9 @@ class Record:
 
     def write(self, line: Line) -> None:
         """Add one line; what is not a finite number becomes null."""
-        self.lines.append(line)
+        self.lines.append({key: plain(value) for key, value in line.items()})
         if self._file is not None:
-            self._file.write(json.dumps({key: plain(value) for key, value in line.items()}) + "\n")
+            self._file.write(json.dumps(self.lines[-1]) + "\n")
 
     def __enter__(self) -> Record:
         return self
@@ -46,4 +46,6 @@ def plain(value: Any) -> Any:
     """A value that JSON can carry."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
     return str(value) if isinstance(value, Path) else value

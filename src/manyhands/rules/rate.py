@@ -5,6 +5,7 @@ Samples and not steps, so that a schedule means the same whatever the number of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from manyhands.core.errors import refuse_unless
@@ -16,7 +17,7 @@ Rate = float | Callable[[int], float]
 
 def check_rate(lr: Rate) -> None:
     """Refuse a constant rate that cannot train."""
-    refuse_unless(callable(lr) or lr > 0, "lr", lr, "> 0")
+    refuse_unless(callable(lr) or 0 < lr < math.inf, "lr", lr, "> 0 and finite")
 
 
 def rate_at(lr: Rate, at: At) -> float:

@@ -113,12 +113,12 @@ class Pairwise:
         if self.open is None:
             self.complete(w)
         else:
-            w.transport.send(self.open, OFFER, (), self.x)
+            w.transport.send(self.open, OFFER, (), self.copies())
 
     def consider(self, w: Worker, offer: Message) -> None:
         """A peer offers its weights: average with it, unless an exchange of our own is open."""
         if self.open is None:
-            w.transport.send(offer.frm, TAKEN, (), self.x)
+            w.transport.send(offer.frm, TAKEN, (), self.copies())
             self.average(w, offer)
         elif self.open == offer.frm:
             self.average(w, offer)
@@ -127,29 +127,31 @@ class Pairwise:
             offer.release()
             w.transport.send(offer.frm, REFUSED)
 
+    def copies(self) -> list[Tensor]:
+        """x, to lend: we go on changing our own."""
+        return [x if x.is_meta else x.clone() for x in self.x]
+
     @torch.no_grad()
     def average(self, w: Worker, message: Message) -> None:
-        """x <- (x + y) / 2, in new memory: the old x may still be lent."""
+        """x <- (x + y) / 2."""
         self.place([(x + y) / 2 for x, y in zip(self.x, message.tensors, strict=True)])
         message.release()
         w.move(2 * sum(x.numel() * x.element_size() for x in self.x))
 
-    def place(self, x: list[Tensor]) -> None:
-        """From now on these are the weights."""
-        self.x = x
-        for held, tensor in zip(self.held, x, strict=True):
-            held.weights = tensor
+    def place(self, values: list[Tensor]) -> None:
+        """Give x these values; it stays in its memory, since a rule may hold on to that."""
+        for x, value in zip(self.x, values, strict=True):
+            x.copy_(value)
 
     def complete(self, w: Worker) -> None:
         """The exchange is over: step by the gradient, let the main program go on."""
         self.open = None
         assert self.gradient is not None
         message, self.gradient = self.gradient, None
-        self.place([x.clone() for x in self.x])
         for held, g in zip(self.held, message.tensors, strict=True):
             held.update(g if g.is_meta else g.clone(), At(held.weights, samples=w.samples), message.meta)
         message.release()
-        w.transport.send(w.rank, MOVED, (), self.x)
+        w.transport.send(w.rank, MOVED, (), self.copies())
 
     def forget(self, w: Worker, rank: int) -> None:
         """A peer is lost: it will not answer."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.gather import gather
+from manyhands.core.gather import gather, need_all
 from manyhands.core.holding import replica
 from manyhands.core.protocols import At, Batch, Message, Rule, Tag, Weights, recv
 from manyhands.core.stage import Stage
@@ -169,6 +169,7 @@ class Pipeline:
         gathered = gather(w, names, [w.flat.weights(place.span) for place in w.flat.places])
         if gathered is None:
             return None
+        need_all(w, gathered)
         whole: dict[str, Tensor] = dict(w.model.named_parameters())
         for stage_names, tensors in gathered.values():
             for name, x in zip(stage_names, tensors, strict=True):

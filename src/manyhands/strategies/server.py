@@ -18,6 +18,7 @@ of the run is pushed then.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -63,6 +64,7 @@ class Server:
     def __post_init__(self) -> None:
         refuse_unless(self.fetch_every >= 1, "fetch_every", self.fetch_every, ">= 1")
         refuse_unless(self.push_every >= 1, "push_every", self.push_every, ">= 1")
+        refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")
         if self.phase not in ("start", "end"):
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
         self.lockstep = not self.when.tolerates_loss
@@ -77,10 +79,11 @@ class Server:
         refuse_unless(servers <= parameters, "servers", servers, f"<= {parameters}, the number of parameters")
 
     def setup(self, w: Worker) -> None:
-        """Lanes to the shards, codec memory in parameter coordinates, gradients not yet pushed."""
+        """Lanes to the shards, codec memory in parameter coordinates, gradients not yet pushed and what they skip."""
         self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec)
         self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
         self.accrued: list[Tensor] | None = None
+        self.untouched: frozenset[int] = frozenset()
         self.simple = self.fetch_every == self.push_every == 1
         if self.prefetch:
             self.pull(w)
@@ -115,6 +118,8 @@ class Server:
         """Add up gradients in a buffer of our own, since a pushed one is lent; step locally meanwhile."""
         if self.accrued is None:
             self.accrued = [torch.zeros_like(part.grad) for part in w.flat.parts]
+            self.untouched = w.flat.untouched()
+        self.untouched &= w.flat.untouched()
         for total, part in zip(self.accrued, w.flat.parts, strict=True):
             total.add_(part.grad)
             part.weights.add_(part.grad, alpha=-self.local_lr)
@@ -122,7 +127,7 @@ class Server:
     def push(self, w: Worker) -> None:
         """Encode and hand over the gradient of every shard's spans."""
         grads = self.accrued or [part.grad for part in w.flat.parts]
-        untouched = sorted(w.flat.untouched())
+        untouched = sorted(w.flat.untouched() if self.accrued is None else self.untouched)
         for lane in self.lanes:
             lane.push([self.encode(w, grads[span.part], span) for span in lane.spans], untouched)
         self.accrued = None

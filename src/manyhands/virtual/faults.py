@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +49,7 @@ class SlowLink(_Fault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_unless(self.factor > 0, "factor", self.factor, "> 0")
+        refuse_unless(0 < self.factor < math.inf, "factor", self.factor, "> 0 and finite")
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Slow:
     at: str | float = 0.0
 
     def __post_init__(self) -> None:
-        refuse_unless(self.factor > 0, "factor", self.factor, "> 0")
+        refuse_unless(0 < self.factor < math.inf, "factor", self.factor, "> 0 and finite")
         refuse_unless(all(rank >= 0 for rank in self.ranks), "ranks", self.ranks, "all >= 0")
         seconds(self.at, "the time of a fault")
 

@@ -95,9 +95,7 @@ class World:
     def alive(self, role: str | None, but: int) -> list[int]:
         """Ranks that are neither lost nor gone."""
         return [
-            one.rank
-            for one in self.ranks
-            if one.rank != but and one.rank not in self.gone and role in (None, one.role)
+            one.rank for one in self.ranks if one.rank != but and one.rank not in self.gone and role in (None, one.role)
         ]
 
     def why_gone(self, rank: int) -> str | None:

@@ -36,7 +36,7 @@ def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Code
     else:
         shards = cut(w.flat, how, len(w.workers), at_most=True)
         one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
-        if one_host and "owner" not in rule.needs:
+        if one_host and "owner" not in rule.needs and not w.flat.is_meta:
             lanes = list(shared_lanes(w, shards, when, rule, codec))
         else:
             keepers = w.workers[: len(shards)]

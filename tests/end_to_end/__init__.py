@@ -1,0 +1,1 @@
+"""Whole runs: what a user would see."""

@@ -1,0 +1,55 @@
+"""The ten ways to train, and a task so small that a run takes milliseconds."""
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+
+METHODS = {
+    "bsp": mh.bsp,
+    "bsp_server": mh.bsp_server,
+    "ssp": mh.ssp,
+    "downpour": mh.downpour,
+    "easgd": mh.easgd,
+    "easgd asynchronous": lambda **knobs: mh.easgd(asynchronous=True, **knobs),
+    "ad_psgd": mh.ad_psgd,
+    "hogwild": mh.hogwild,
+    "gpipe": mh.gpipe,
+    "pipedream": mh.pipedream,
+}
+SERVED = ["bsp_server", "ssp", "downpour", "easgd asynchronous"]
+"""Those that may have server ranks."""
+
+
+def chain(*sizes):
+    """Linear layers with tanh between them."""
+    layers = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def model():
+    """Four stages at most, 210 parameters."""
+    return chain(4, 8, 8, 8, 2)
+
+
+def task(samples=40, model=model, loss=mse_loss, batch_size=4, **settings):
+    """A linear map with four inputs and two outputs."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(samples, 4, generator=generator)
+    y = x @ torch.randn(4, 2, generator=generator)
+    return mh.Task(model=model, data=TensorDataset(x, y), loss=loss, batch_size=batch_size, **settings)
+
+
+def steps_of(result):
+    """The lines of the record that tell of a step."""
+    return [line for line in result.records if "loss" in line]
+
+
+def losses(result):
+    """What was recorded as a loss, in the order of time."""
+    lines = sorted(steps_of(result), key=lambda line: line["time"])
+    return [line["loss"] for line in lines if line["loss"] is not None]

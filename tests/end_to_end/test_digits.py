@@ -1,0 +1,24 @@
+"""Every method learns the bundled digits with its default settings, in a virtual cluster of four."""
+
+import pytest
+
+import manyhands as mh
+
+from .small import METHODS
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return mh.tasks.load("digits")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_digits_are_learned_within_forty_passes(digits, method, seed):
+    result = mh.train(digits, METHODS[method](), cluster=mh.Cluster(workers=4), seed=seed)
+    assert result.test_accuracy >= 0.93, f"{method} with seed {seed} reached only {result.test_accuracy:.3f}"
+    assert result.final_loss < 0.1
+    replicas = 1 if method in ("gpipe", "pipedream") else 4
+    passes = result.samples / len(digits.data)
+    one_more_step = 32 * replicas / len(digits.data)
+    assert 40 <= passes < 40 + one_more_step
