@@ -13,7 +13,7 @@ from manyhands import tasks
 from manyhands.core.budget import Budget, Each
 from manyhands.core.errors import PeerLost, Refused, refuse_unless
 from manyhands.core.loop import Job, Outcome, run_rank
-from manyhands.core.protocols import Batch, Strategy, Transport
+from manyhands.core.protocols import Batch, Checks, Divides, Serves, Strategy, Transport
 from manyhands.core.task import Task
 from manyhands.report.progress import Progress
 from manyhands.report.record import Record
@@ -38,7 +38,8 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        return self.strategy.replicas(self.cluster.workers)
+        """How many copies of the model there are."""
+        return _replicas(self.strategy, self.cluster.workers)
 
     @property
     def samples(self) -> int:
@@ -124,17 +125,24 @@ def _plan(
         raise Refused(f"steps is {steps} and epochs is {epochs}, but only one of them can be given")
     batch_size = task.batch_size if batch_size is None else batch_size
     refuse_unless(batch_size >= 1, "batch_size", batch_size, ">= 1")
-    replicas = strategy.replicas(cluster.workers)
+    replicas = _replicas(strategy, cluster.workers)
     refuse_unless(
         len(task.data) >= replicas, "the number of samples", len(task.data), f">= {replicas}, the number of workers"
     )
-    strategy.check(cluster.workers, cluster.servers, batch_size, task.build(seed))
+    has_servers = isinstance(strategy, Serves) or not cluster.servers
+    refuse_unless(has_servers, "servers", cluster.servers, "0: this method has none")
+    if isinstance(strategy, Checks):
+        strategy.check(cluster.workers, cluster.servers, batch_size, task.build(seed))
     if steps is None:
         epochs = task.epochs if epochs is None else epochs
         refuse_unless(0 < epochs < math.inf, "epochs", epochs, "> 0 and finite")
         steps = math.ceil(epochs * len(task.data) / (replicas * batch_size))
     refuse_unless(steps >= 1, "steps", steps, ">= 1")
     return Plan(task, strategy, cluster, seed, steps, batch_size, per_worker)
+
+
+def _replicas(strategy: Strategy, workers: int) -> int:
+    return strategy.replicas(workers) if isinstance(strategy, Divides) else workers
 
 
 def _run(plan: Plan, record: Record, progress: Progress | None) -> Simulation:

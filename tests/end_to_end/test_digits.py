@@ -3,13 +3,14 @@
 import pytest
 
 import manyhands as mh
+from manyhands.tasks import load
 
 from .small import METHODS
 
 
 @pytest.fixture(scope="module")
 def digits():
-    return mh.tasks.load("digits")
+    return load("digits")
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -48,9 +48,12 @@ def probed(strategy, **looks):
     """The strategy with some of its methods followed by a look: looks[name](strategy, worker)."""
     kind = type(strategy)
 
+    def nothing(self, w):
+        """What a strategy does where it has no such method."""
+
     def after(name, look):
         def method(self, w, *rest):
-            result = getattr(kind, name)(self, w, *rest)
+            result = getattr(kind, name, nothing)(self, w, *rest)
             look(self, w)
             return result
 

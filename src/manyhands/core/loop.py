@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from manyhands.core.budget import Budget
 from manyhands.core.gather import Gathered, gather, need_all
-from manyhands.core.protocols import Batch, Strategy, Transport, Weights
+from manyhands.core.protocols import Batch, Finishes, Serves, Strategy, Transport, Weights
 from manyhands.core.task import Task
 from manyhands.core.worker import Worker
 
@@ -61,7 +61,7 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     """The main program of one rank."""
     w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, batch_size=job.batch_size)
     strategy = copy.deepcopy(job.strategy)
-    if transport.role == "server":
+    if isinstance(strategy, Serves) and transport.role == "server":
         strategy.serve(w)
         return _leave(transport, Outcome(transport.now()))
     strategy.setup(w)
@@ -70,7 +70,8 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
         loss = strategy.step(w, next(batches))
         w.step += 1
         job.observe(_line(w, loss))
-    strategy.finish(w)
+    if isinstance(strategy, Finishes):
+        strategy.finish(w)
     seconds = transport.now()
     weights = strategy.answer(w)
     return _leave(transport, Outcome(seconds, weights, average_buffers(w)))

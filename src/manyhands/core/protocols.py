@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -84,6 +84,8 @@ class Transport(Protocol):
     host: int
     hosts: Sequence[int]
     """The host of every rank."""
+    roles: Sequence[str]
+    """The role of every rank: workers first, then servers."""
     bytes_sent: int
     """Bytes of tensors this rank has sent to others."""
 
@@ -220,18 +222,15 @@ Weights = Mapping[str, Tensor]
 
 
 class Strategy(Protocol):
-    """One way of training: a dataclass of knobs with the loops of a worker and of a server."""
+    """One way of training: a dataclass of knobs with the loop of a worker.
+
+    What only some need (`Checks`, `Divides`, `Finishes`, `Serves`, below) a strategy simply has or has not.
+    """
 
     lockstep: ClassVar[bool]
     """Whether every worker takes the same number of steps (else they draw from one common budget)."""
     one_host: ClassVar[bool]
     """Whether it works only among ranks that share memory."""
-
-    def replicas(self, workers: int) -> int:
-        """How many copies of the whole model these workers hold."""
-
-    def check(self, workers: int, servers: int, batch_size: int, model: torch.nn.Module) -> None:
-        """Refuse what cannot work, before anything is started."""
 
     def setup(self, w: Worker) -> None:
         """Make this rank's state; all of it is listed here."""
@@ -239,11 +238,37 @@ class Strategy(Protocol):
     def step(self, w: Worker, batch: Batch) -> float | None:
         """Consume one mini-batch; return the newest known loss."""
 
+    def answer(self, w: Worker) -> Weights | None:
+        """The weights to evaluate and save, on the leading rank; every worker takes part."""
+
+
+@runtime_checkable
+class Checks(Protocol):
+    """A strategy that cannot work with everything."""
+
+    def check(self, workers: int, servers: int, batch_size: int, model: torch.nn.Module) -> None:
+        """Refuse what cannot work, before anything is started."""
+
+
+@runtime_checkable
+class Divides(Protocol):
+    """A strategy whose workers do not hold a whole model each."""
+
+    def replicas(self, workers: int) -> int:
+        """How many copies of the whole model these workers hold together."""
+
+
+@runtime_checkable
+class Finishes(Protocol):
+    """A strategy that has something in flight between steps."""
+
     def finish(self, w: Worker) -> None:
-        """Hand over what is still in flight."""
+        """Hand it over, at the end of the run."""
+
+
+@runtime_checkable
+class Serves(Protocol):
+    """A strategy that has work for server ranks."""
 
     def serve(self, w: Worker) -> None:
         """The main program of a server rank."""
-
-    def answer(self, w: Worker) -> Weights | None:
-        """The weights to evaluate and save, on the leading rank; every worker takes part."""

@@ -50,18 +50,15 @@ class Worker:
         self.steps = steps
         self.batch_size = batch_size
         self.rank = transport.rank
-        self.workers = self._ranks("worker")
-        self.servers = self._ranks("server")
+        workers = transport.roles.count("worker")
+        self.workers: Sequence[int] = range(workers)
+        self.servers: Sequence[int] = range(workers, transport.size)
         self.trains: nn.Module = model
         """The part of the model that this rank trains; a pipeline makes it smaller."""
         self.step = 0
         self.lag = 0
         self.gatherings = 0
         self.random = random.Random(f"{seed}/{self.rank}")
-
-    def _ranks(self, role: str) -> list[int]:
-        me = [self.rank] if self.transport.role == role else []
-        return sorted([*self.transport.peers(role), *me])
 
     @cached_property
     def flat(self) -> Flat:
@@ -80,7 +77,8 @@ class Worker:
     @property
     def lead(self) -> int:
         """The lowest worker rank still there: it evaluates and saves."""
-        return min(self._ranks("worker"))
+        me = [self.rank] if self.transport.role == "worker" else []
+        return min([*self.transport.peers("worker"), *me])
 
     @property
     def samples(self) -> int:

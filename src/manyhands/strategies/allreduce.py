@@ -16,9 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
-from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.holding import replica
 from manyhands.core.protocols import At, Batch, Rule, Tag, Weights, recv
@@ -42,14 +39,6 @@ class AllReduce:
     lockstep: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
 
-    def replicas(self, workers: int) -> int:
-        """Every worker has a whole model."""
-        return workers
-
-    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """A collective needs no server."""
-        refuse_unless(servers == 0, "servers", servers, "0: this method has none")
-
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; whether buckets may leave early."""
         self.held = replica(w.flat, self.rule)
@@ -69,7 +58,7 @@ class AllReduce:
             for part in w.flat.parts:
                 self.sum.all_reduce(part.outgoing)
         for part, held in zip(w.flat.parts, self.held, strict=True):
-            w.move(part.outgoing.numel() * part.outgoing.element_size())
+            w.move(part.outgoing.nbytes)
             g = part.grad if part.grad.is_meta else part.grad.div_(len(w.workers))
             held.update(g, At(held.weights, samples=w.samples, count=len(w.workers)), part.untouched())
         return loss
@@ -96,12 +85,6 @@ class AllReduce:
                 for part in w.flat.parts:
                     self.sum.all_reduce(part.marks)
                 w.transport.send(w.rank, REDUCED)
-
-    def finish(self, w: Worker) -> None:
-        """Nothing is in flight."""
-
-    def serve(self, w: Worker) -> None:
-        """A collective needs no server: an extra rank has nothing to do."""
 
     def answer(self, w: Worker) -> Weights | None:
         """All replicas are equal."""

@@ -59,10 +59,6 @@ class Elastic:
         refuse_unless(self.period >= 1, "period", self.period, ">= 1")
         self.lockstep = not self.asynchronous
 
-    def replicas(self, workers: int) -> int:
-        """Every worker has a whole model."""
-        return workers
-
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The centre must be large enough to be cut; only asynchronous workers meet it at a server."""
         refuse_unless(self.asynchronous or servers == 0, "servers", servers, "0 unless asynchronous")
@@ -100,7 +96,7 @@ class Elastic:
             moves.append(self.alpha * away)
             self.sum.all_reduce(away)
             c.add_(away, alpha=self.center_rate / len(w.workers))
-            w.move(3 * away.numel() * away.element_size())
+            w.move(3 * away.nbytes)
         return moves
 
     def exchange(self, w: Worker) -> list[Tensor]:

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.errors import PeerLost, refuse_unless
+from manyhands.core.errors import PeerLost
 from manyhands.core.gather import gather, mean
 from manyhands.core.holding import replica
 from manyhands.core.protocols import At, Batch, Message, Rule, Tag, Weights, recv
@@ -50,13 +50,8 @@ class Pairwise:
     lockstep: ClassVar[bool] = False
     one_host: ClassVar[bool] = False
 
-    def replicas(self, workers: int) -> int:
-        """Every worker has a whole model."""
-        return workers
-
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The graph must exist, and have two sides if that is asked for."""
-        refuse_unless(servers == 0, "servers", servers, "0: this method has none")
         neighbours(self.graph, 0, workers)
         if self.bipartite:
             sides(self.graph, workers)
@@ -136,7 +131,7 @@ class Pairwise:
         """x <- (x + y) / 2."""
         self.place([(x + y) / 2 for x, y in zip(self.x, message.tensors, strict=True)])
         message.release()
-        w.move(2 * sum(x.numel() * x.element_size() for x in self.x))
+        w.move(2 * sum(x.nbytes for x in self.x))
 
     def place(self, values: list[Tensor]) -> None:
         """Give x these values; it stays in its memory, since a rule may hold on to that."""
@@ -165,9 +160,6 @@ class Pairwise:
     def finish(self, w: Worker) -> None:
         """Peers may still want to average with us: wait until all have taken their last step."""
         gather(w)
-
-    def serve(self, w: Worker) -> None:
-        """There is no server: an extra rank has nothing to do."""
 
     def answer(self, w: Worker) -> Weights | None:
         """The mean of everyone's x."""

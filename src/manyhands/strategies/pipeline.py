@@ -60,7 +60,6 @@ class Pipeline:
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The model must be cuttable, and so must the mini-batch."""
-        refuse_unless(servers == 0, "servers", servers, "0: a pipeline has none")
         stages(model, workers)
         chunks = self.micro_batches or 1
         refuse_unless(batch_size % chunks == 0, "batch_size", batch_size, f"divisible by micro_batches = {chunks}")
@@ -148,7 +147,7 @@ class Pipeline:
         """Apply the gradient of the backward passes since the last update."""
         w.flat.close()
         for part, held in zip(w.flat.parts, self.held, strict=True):
-            w.move(2 * part.weights.numel() * part.weights.element_size())
+            w.move(2 * part.weights.nbytes)
             held.update(part.grad, At(held.weights, samples=w.step * w.batch_size), part.untouched())
         self.stash.updated()
         w.flat.open()
@@ -159,9 +158,6 @@ class Pipeline:
     def finish(self, w: Worker) -> None:
         """Drain: the backward passes that are still to come."""
         self.play(w)
-
-    def serve(self, w: Worker) -> None:
-        """There is no server."""
 
     def answer(self, w: Worker) -> Weights | None:
         """All stages' weights."""

@@ -69,10 +69,6 @@ class Server:
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
         self.lockstep = not self.when.tolerates_loss
 
-    def replicas(self, workers: int) -> int:
-        """Every worker has a whole model."""
-        return workers
-
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """There must be something to keep for every server."""
         parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
 
-from manyhands.core.errors import refuse_unless
 from manyhands.core.gather import gather
 from manyhands.core.holding import replica
 from manyhands.core.protocols import At, Batch, Rule, Weights
@@ -36,14 +34,6 @@ class SharedMemory:
     rule: Rule
     lockstep: ClassVar[bool] = False
     one_host: ClassVar[bool] = True
-
-    def replicas(self, workers: int) -> int:
-        """Every worker computes with a whole model."""
-        return workers
-
-    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """Shared memory needs no server."""
-        refuse_unless(servers == 0, "servers", servers, "0: this method has none")
 
     def setup(self, w: Worker) -> None:
         """The shared weights, filled by whoever comes first; each worker's rule with its own memory."""
@@ -65,15 +55,9 @@ class SharedMemory:
         """Compute on whatever the weights are, write without asking."""
         loss = w.gradient(batch)
         for part, held in zip(w.flat.parts, self.held, strict=True):
-            w.move(2 * part.weights.numel() * part.weights.element_size())
+            w.move(2 * part.weights.nbytes)
             held.update(part.grad, At(held.weights, samples=w.samples), part.untouched())
         return loss
-
-    def finish(self, w: Worker) -> None:
-        """Nothing is in flight."""
-
-    def serve(self, w: Worker) -> None:
-        """There is no server: an extra rank has nothing to do."""
 
     def answer(self, w: Worker) -> Weights | None:
         """The shared weights, once everyone has stopped writing."""

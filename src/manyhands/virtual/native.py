@@ -48,7 +48,7 @@ class Native:
         meeting = world.meetings.setdefault(group, Meeting(group))
         meeting.brought[me.rank] = x
         meeting.waiting.append(world.kernel.current)
-        nbytes = x.numel() * x.element_size()
+        nbytes = x.nbytes
         share = nbytes * (len(group) - 1) / len(group)
         me.bytes_sent += round(2 * share)
         if len(meeting.brought) == len(group):

@@ -47,10 +47,11 @@ class Waiter:
 class VirtualTransport:
     """One rank of a virtual cluster."""
 
-    def __init__(self, world: World, rank: int, role: str, speed: float) -> None:
+    def __init__(self, world: World, rank: int, speed: float) -> None:
         self.rank = rank
         self.size = world.cluster.size
-        self.role = role
+        self.roles: Sequence[str] = world.roles
+        self.role = world.roles[rank]
         self.hosts: Sequence[int] = world.hosts
         self.host = world.hosts[rank]
         self.bytes_sent = 0

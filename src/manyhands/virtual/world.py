@@ -41,19 +41,27 @@ class World:
         self._memory: dict[tuple[int, str], Tensor] = {}
         self._latency = seconds(cluster.latency), seconds(cluster.local_latency)
         self._rate = bytes_per_second(cluster.bandwidth), bytes_per_second(cluster.local_bandwidth)
+        self.network = self._links()
         self.cores = {host: Cores(self.kernel, cluster.cores or self.hosts.count(host)) for host in self.hosts}
-        self.network = Network(
+        speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * cluster.servers)]
+        self.roles = ["worker"] * cluster.workers + ["server"] * cluster.servers
+        self.ranks = [VirtualTransport(self, rank, speeds[rank]) for rank in range(cluster.size)]
+        self._foresee_faults()
+
+    def _links(self) -> Network:
+        (latency, local_latency), (rate, local_rate) = self._latency, self._rate
+        return Network(
             self.kernel,
             self.hosts,
-            latency=self._latency[0],
-            bandwidth=self._rate[0],
-            local_latency=self._latency[1],
-            local_bandwidth=self._rate[1],
+            latency=latency,
+            bandwidth=rate,
+            local_latency=local_latency,
+            local_bandwidth=local_rate,
             deliver=self._deliver,
         )
-        speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * cluster.servers)]
-        roles = ["worker"] * cluster.workers + ["server"] * cluster.servers
-        self.ranks = [VirtualTransport(self, rank, roles[rank], speeds[rank]) for rank in range(cluster.size)]
+
+    def _foresee_faults(self) -> None:
+        cluster = self.cluster
         for fault in [*cluster.slow, *(one for one in cluster.faults if not isinstance(one, Slow))]:
             if isinstance(fault, Slow | SlowLink) and not seconds(fault.at):
                 self._break(fault)  # in force before anybody begins

@@ -44,7 +44,7 @@ class BySize:
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum in place."""
-        small = x.numel() * x.element_size() <= SMALL
+        small = x.nbytes <= SMALL
         (self._small if small else self._large).all_reduce(x)
 
 

@@ -27,10 +27,8 @@ from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
 from manyhands.core.protocols import Transport
+from manyhands.core.worker import REFERENCE_BYTES
 from manyhands.topology.collectives.group import Group
-
-RATE = 8e9
-"""Bytes that a reference core copies in a second; only virtual time knows it."""
 
 
 def capacity(numel: int) -> int:
@@ -64,19 +62,19 @@ class Shared:
         P, r = self._group.size, self._group.place
         first, *others = (one.tensor_split(P)[r] for one in memory)
         into = total.tensor_split(P)[r]
-        self._spend(P * into.numel() * into.element_size())
+        self._spend(P * into.nbytes)
         if not into.is_meta:
             torch.add(first, others[0], out=into)
             for other in others[1:]:
                 into.add_(other)
 
     def _move(self, x: Tensor, into: Tensor) -> None:
-        self._spend(x.numel() * x.element_size())
+        self._spend(x.nbytes)
         if not into.is_meta:
             into.copy_(x)
 
     def _spend(self, nbytes: int) -> None:
-        self._group.transport.spend(nbytes / RATE, moving=True)
+        self._group.transport.spend(nbytes / REFERENCE_BYTES, moving=True)
 
     def _memory_for(self, x: Tensor) -> list[Tensor]:
         """One memory for each place and one for the sum, cut to the length of x."""

@@ -7,6 +7,7 @@ otherwise             shard k is kept by an activity of the k-th worker
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from manyhands.core.errors import PeerLost
@@ -65,7 +66,9 @@ def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
     return True
 
 
-def _keeper(w: Worker, keepers: list[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec) -> Keeper:
+def _keeper(
+    w: Worker, keepers: Sequence[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec
+) -> Keeper:
     own = partial(Holding, places=w.flat.places, rule=rule)
     weights = [w.flat.weights(span) for span in spans]
     holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]

@@ -52,7 +52,7 @@ class Shard:
         self._batch_size = batch_size
         self._sum = [torch.empty_like(h.weights) for h in holdings]
         self._one = [torch.empty_like(h.weights) for h in holdings] if when.merges else []
-        self.nbytes = sum(h.weights.numel() * h.weights.element_size() for h in holdings)
+        self.nbytes = sum(h.weights.nbytes for h in holdings)
 
     def pull(self, i: int) -> bool:
         """May worker `i` read now? If not, it is parked."""
