@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from manyhands.core.errors import ManyhandsError, PeerLost, Refused
+from manyhands.core.worker import REFERENCE_BYTES
 from manyhands.topology.collectives import all_reducer, butterfly, fold, rabenseifner, ring, tree
 from manyhands.topology.collectives.choose import Alone, BySize
 from manyhands.topology.collectives.cost import all_reduce_seconds, crossover
 from manyhands.topology.collectives.rabenseifner import halvings
-from manyhands.topology.collectives.shared import RATE, Shared, capacity
+from manyhands.topology.collectives.shared import Shared, capacity
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.faults import Die, SlowLink
 from manyhands.virtual.world import on_ranks, simulate
@@ -229,7 +230,7 @@ def test_shared_takes_two_meetings_and_three_passes_over_the_vector():
 
     run = simulate(Cluster(workers=P, hosts=1, local_latency=1e-3), program)
     assert (run.rounds, run.bytes) == (2, [0] * P)
-    assert run.seconds == pytest.approx(2e-3 + 3 * 4 * m / RATE)
+    assert run.seconds == pytest.approx(2e-3 + 3 * 4 * m / REFERENCE_BYTES)
 
 
 # -- calls that overlap, ranks that die ---------------------------------------------------------------
