@@ -84,6 +84,8 @@ def test_the_public_names_are_complete():
     public = manyhands.__all__
     assert public == sorted(public)
     assert all(getattr(manyhands, name) is not None for name in public)
-    assert {method.function for method in methods().values()} <= set(public)
+    assert {method.function for method in methods().values()} == set(manyhands.catalog.__all__)
+    assert all(callable(getattr(manyhands, name)) for name in manyhands.catalog.__all__)
+    assert set(manyhands.catalog.__all__) <= set(dir(manyhands))
     assert set(public) <= set(dir(manyhands))
     assert {"Cluster", "Result", "Slow", "Task", "train", "Refused", "PeerLost", "Diverged"} <= set(public)

@@ -1,7 +1,7 @@
 """manyhands: train one network with many workers, by every method the literature knows, on one interface.
 
-Here are the public names and nothing else. They are imported when first used, so that asking the command
-line for help does not wait for torch.
+Here are the public names and nothing else: those below, and every method of the catalog. They are imported
+when first used, so that asking the command line for help does not wait for torch.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from manyhands import codecs, rules, splits
-    from manyhands.catalog import ad_psgd, bsp, bsp_server, downpour, easgd, gpipe, hogwild, pipedream, ssp
+    from manyhands.catalog import *  # noqa: F403
     from manyhands.core.errors import ChangedInFlight, Deadlock, Diverged, ManyhandsError, PeerLost, Refused
     from manyhands.core.task import Task
     from manyhands.jobs import train
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "manyhands.catalog": ["ad_psgd", "bsp", "bsp_server", "downpour", "easgd", "gpipe", "hogwild", "pipedream", "ssp"],
     "manyhands.codecs": ["codecs"],
     "manyhands.core.errors": ["ChangedInFlight", "Deadlock", "Diverged", "ManyhandsError", "PeerLost", "Refused"],
     "manyhands.core.task": ["Task"],
@@ -33,7 +32,7 @@ _HOMES = {
     "manyhands.virtual.faults": ["CutLink", "Die", "Slow", "SlowLink", "Stop"],
     "manyhands.virtual.world": ["on_ranks"],
 }
-"""The module of every public name."""
+"""The module of every public name that is not a method."""
 
 __all__ = [
     "ChangedInFlight",
@@ -50,19 +49,10 @@ __all__ = [
     "SlowLink",
     "Stop",
     "Task",
-    "ad_psgd",
-    "bsp",
-    "bsp_server",
     "codecs",
-    "downpour",
-    "easgd",
-    "gpipe",
-    "hogwild",
     "on_ranks",
-    "pipedream",
     "rules",
     "splits",
-    "ssp",
     "train",
 ]
 
@@ -72,8 +62,10 @@ def __getattr__(name: str) -> Any:
         if name in names:
             module = import_module(home)
             return module if home == f"manyhands.{name}" else getattr(module, name)
+    if not name.startswith("_") and name in (catalog := import_module("manyhands.catalog")).__all__:
+        return getattr(catalog, name)
     raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, *import_module("manyhands.catalog").__all__])

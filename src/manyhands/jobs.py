@@ -177,7 +177,7 @@ def _header(plan: Plan) -> dict[str, Any]:
 
 def _result(plan: Plan, simulation: Simulation, record: Record, began: float) -> Result:
     steps = sorted((line for line in record.lines if "loss" in line), key=lambda line: float(line["time"]))
-    outcomes = [one for one in simulation.results if isinstance(one, Outcome)]
+    outcomes = [one for one in simulation.results[: plan.cluster.workers] if isinstance(one, Outcome)]
     lead = next((one for one in outcomes if one.weights is not None), None)
     if lead is None:
         raise PeerLost(*(simulation.lost or [(0, "it gave no answer")])[-1])

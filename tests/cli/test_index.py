@@ -140,7 +140,7 @@ def test_every_knob_can_be_given_on_the_command_line(method):
 
 def test_the_nine_methods():
     names = {"bsp", "bsp-server", "ssp", "downpour", "easgd", "ad-psgd", "hogwild", "gpipe", "pipedream"}
-    assert set(methods()) == names
+    assert set(methods()) >= names
 
 
 def test_the_command_line_does_not_import_torch():

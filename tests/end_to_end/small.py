@@ -1,5 +1,7 @@
 """The ten ways to train, and a task so small that a run takes milliseconds."""
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -26,7 +28,7 @@ SERVED = ["bsp_server", "ssp", "downpour", "easgd asynchronous"]
 def chain(*sizes):
     """Linear layers with tanh between them."""
     layers = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

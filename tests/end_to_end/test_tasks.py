@@ -47,8 +47,9 @@ def whole():
 
 
 def cut():
-    layers = lambda: nn.Sequential(*[m for n in (2, 16, 16, 16) for m in (nn.Linear(n, 16), nn.Tanh())], nn.Linear(16, 2))
-    return mh.Task(model=layers, data=Moons(), loss=cross_entropy, batch_size=16, name="moons in layers")
+    hidden = lambda: [layer for inputs in (2, 16, 16) for layer in (nn.Linear(inputs, 16), nn.Tanh())]
+    model = lambda: nn.Sequential(*hidden(), nn.Linear(16, 2))
+    return mh.Task(model=model, data=Moons(), loss=cross_entropy, batch_size=16, name="moons in layers")
 '''
 
 

@@ -1,8 +1,9 @@
-"""The names of the literature, each a recipe of a few lines."""
+"""The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has."""
 
-from manyhands.catalog.asynchronous import ad_psgd, downpour, hogwild
-from manyhands.catalog.pipelines import gpipe, pipedream
-from manyhands.catalog.stale import ssp
-from manyhands.catalog.synchronous import bsp, bsp_server, easgd
+from manyhands.catalog import asynchronous, pipelines, stale, synchronous
+from manyhands.catalog.asynchronous import *  # noqa: F403
+from manyhands.catalog.pipelines import *  # noqa: F403
+from manyhands.catalog.stale import *  # noqa: F403
+from manyhands.catalog.synchronous import *  # noqa: F403
 
-__all__ = ["ad_psgd", "bsp", "bsp_server", "downpour", "easgd", "gpipe", "hogwild", "pipedream", "ssp"]
+__all__ = [*asynchronous.__all__, *pipelines.__all__, *stale.__all__, *synchronous.__all__]

@@ -12,6 +12,8 @@ from manyhands.strategies.pairwise import Pairwise
 from manyhands.strategies.server import Server
 from manyhands.strategies.shared_memory import SharedMemory
 
+__all__ = ["ad_psgd", "downpour", "hogwild"]
+
 
 def downpour(
     lr: float = 0.03,

@@ -8,6 +8,8 @@ from manyhands.splits import schedules
 from manyhands.splits.versions import Latest, Stash
 from manyhands.strategies.pipeline import Pipeline
 
+__all__ = ["gpipe", "pipedream"]
+
 
 def gpipe(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
     """GPipe: a mini-batch is cut into micro-batches that follow each other through the stages, then one update.

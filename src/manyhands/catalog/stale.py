@@ -10,6 +10,8 @@ from manyhands.core.protocols import Codec, Rule
 from manyhands.rules import Sgd
 from manyhands.strategies.server import Server
 
+__all__ = ["ssp"]
+
 
 def ssp(
     staleness: int = 3,

@@ -12,6 +12,8 @@ from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.elastic import Elastic
 from manyhands.strategies.server import Server
 
+__all__ = ["bsp", "bsp_server", "easgd"]
+
 
 def bsp(lr: float = 0.3, rule: Rule | None = None, collective: str = "auto") -> AllReduce:
     """Bulk-synchronous SGD: the gradients of all workers are averaged before every step.

@@ -64,11 +64,11 @@ class Worker:
     def flat(self) -> Flat:
         """The parameters this rank trains, laid out flat; refused if they hold no finite numbers."""
         mine = {id(p) for p in self.trains.parameters()}
-        flat = Flat({name: p for name, p in self.model.named_parameters() if id(p) in mine})
-        for place in flat.places:
-            if not flat.is_meta and not bool(flat.weights(place.span).isfinite().all()):
-                raise Refused(f"{place.name} holds NaN or infinity before the first step, but must be finite")
-        return flat
+        named = {name: p for name, p in self.model.named_parameters() if id(p) in mine}
+        for name, p in named.items():
+            if not p.is_meta and not bool((p.isfinite() if p.requires_grad else ~p.isnan()).all()):
+                raise Refused(f"{name} holds NaN or infinity before the first step, but must be finite")
+        return Flat(named)
 
     @cached_property
     def _parameters(self) -> int:
