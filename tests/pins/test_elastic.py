@@ -5,6 +5,7 @@ import torch
 from toys import number, parabolas, probed, toy_t
 
 import manyhands as mh
+from manyhands.splits.data import Share
 
 # (x1, x2, c) after 1, 2, 3 steps
 SYNCHRONOUS = [(0.1, 0.6, 0), (0.18, 1.02, 0.07), (0.251, 1.321, 0.176)]
@@ -78,8 +79,6 @@ def test_the_period_counts_from_the_first_step():
 
 
 def test_one_worker_without_a_spring_is_plain_sgd(digits64, plain_sgd):
-    from manyhands.splits.data import Share
-
     share = Share(digits64.data, 0, 1, 32, seed=0)
     reference = plain_sgd(digits64, [share.next_batch() for _ in range(5)], lr=0.1)
     last = {}

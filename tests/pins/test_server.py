@@ -5,6 +5,7 @@ import torch
 from toys import number, probed, toy_t
 
 import manyhands as mh
+from manyhands.codecs import Feedback, TopK
 from manyhands.rules import Sgd
 from manyhands.topology.servers.shard import Shard
 
@@ -139,8 +140,6 @@ def test_reading_ones_own_writes():
 @pytest.mark.parametrize("how", ["size", "layer"])
 def test_error_feedback_composes_with_sharding(digits64, how, servers):
     """Whatever the shards: all that was pushed plus all that is remembered is all that was computed."""
-    from manyhands.codecs import Feedback, TopK
-
     computed, memory = {}, {}
 
     def add(s, w):
@@ -158,8 +157,6 @@ def test_error_feedback_composes_with_sharding(digits64, how, servers):
 
 
 def test_top_k_of_everything_is_dense(digits64):
-    from manyhands.codecs import Feedback, TopK
-
     cluster = mh.Cluster(workers=2, servers=2)
     dense = mh.train(digits64, mh.bsp_server(), cluster=cluster, steps=4)
     full = mh.train(digits64, mh.bsp_server(codec=Feedback(TopK(1.0))), cluster=cluster, steps=4)
