@@ -20,7 +20,7 @@ class KernelHook(BuildHookInterface):
     """Runs before a wheel, also an editable one, is put together."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile into the source tree, and take the library into a standard wheel."""
+        """Compile into the source tree; a standard wheel takes in the library and the benchmarks."""
         if self.target_name != "wheel":
             return
         root = Path(self.root)
@@ -31,6 +31,8 @@ class KernelHook(BuildHookInterface):
             build_data["artifacts"].append(f"/{LIBRARY}")
             build_data["pure_python"] = False
             build_data["infer_tag"] = True
+        if version == "standard":  # an editable install finds them beside the source
+            build_data["force_include"][str(root / "benchmarks")] = "manyhands/benchmarks"
 
 
 def compile_kernels(sources: list[Path], library: Path) -> str:

@@ -136,7 +136,7 @@ def _plan(
     if steps is None:
         epochs = task.epochs if epochs is None else epochs
         refuse_unless(0 < epochs < math.inf, "epochs", epochs, "> 0 and finite")
-        steps = math.ceil(epochs * len(task.data) / (replicas * batch_size))
+        steps = max(1, math.floor(epochs * len(task.data) / (replicas * batch_size)))
     refuse_unless(steps >= 1, "steps", steps, ">= 1")
     return Plan(task, strategy, cluster, seed, steps, batch_size, per_worker)
 
