@@ -218,3 +218,8 @@ def test_ctrl_c_ends_with_130(tmp_path):
     assert "ssp on digits" in first
     assert running.returncode == 130 and out == "" and "Traceback" not in rest
     assert rest.splitlines()[-1] == "manyhands: interrupted"
+
+
+def test_a_rule_brings_its_own_learning_rate(manyhands):
+    done = manyhands("train", "ssp", "--virtual", "--lr", "0.05", "--rule", "adam(lr=0.001)")
+    assert refused(done, "lr is 0.05, but the rule has a learning rate of its own")

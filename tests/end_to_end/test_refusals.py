@@ -260,7 +260,7 @@ def test_a_learning_rate_that_is_much_too_large_ends_as_diverged(method, tmp_pat
 def test_uneven_shares_never_hang(method, samples):
     result = mh.train(task(samples=samples), METHODS[method](lr=0.01), cluster=mh.Cluster(workers=4), epochs=3)
     replicas = 1 if method in ("gpipe", "pipedream") else 4
-    assert result.samples == math.ceil(3 * samples / (4 * replicas)) * 4 * replicas
+    assert result.samples == max(1, 3 * samples // (4 * replicas)) * 4 * replicas
     assert len({line["rank"] for line in steps_of(result)}) == 4
 
 
@@ -268,8 +268,8 @@ def test_uneven_shares_never_hang(method, samples):
 def test_digits_are_not_divisible_by_four_and_nobody_cares(method):
     digits = load("digits")
     assert len(digits.data) % 4 == 1
-    result = mh.train(digits, METHODS[method](), cluster=mh.Cluster(workers=4), epochs=1.01)
-    assert len(digits.data) <= result.samples <= 1.1 * len(digits.data)
+    result = mh.train(digits, METHODS[method](), cluster=mh.Cluster(workers=4), epochs=1.2)
+    assert 1.1 * len(digits.data) <= result.samples <= 1.2 * len(digits.data)
 
 
 def test_a_share_of_one_sample_is_drawn_again_and_again():

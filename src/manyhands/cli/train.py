@@ -51,6 +51,8 @@ def run(argv: Sequence[str]) -> int:
 
     method, settings = read_method(argv[0])
     knobs, options = fill(method, [*settings, *argv[1:]])
+    if "lr" in knobs and knobs.get("rule") is not None:
+        raise Refused(f"lr is {knobs['lr']}, but the rule has a learning rate of its own: give it there")
     check(options)
     result = train(method, knobs, options)
     facts = {"method": method.name, "task": options.task, "seed": options.seed, "world": "virtual"}
