@@ -25,20 +25,26 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from manyhands.core.errors import Deadlock, MayNotWait
 
 
+# Asked at every switch, so they are looked up once.
+_graph_task, _autocast = torch._C._current_graph_task_id, torch._C._is_any_autocast_enabled
+_functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_inference, _grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
+
+
 def inside_backward() -> bool:
     """Whether autograd is running on this thread right now."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return _graph_task() != -1
 
 
 def leaking_mode() -> str | None:
     """The thread-local torch mode, if any, that another rank would inherit at a switch."""
-    if inside_backward():
+    if _graph_task() != -1:
         return "a backward pass"
-    if torch.is_inference_mode_enabled():
+    if _inference():
         return "torch.inference_mode"
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if _functions() or _dispatches():
         return "a torch device or dispatch mode"
-    return "torch.autocast" if torch._C._is_any_autocast_enabled() else None
+    return "torch.autocast" if _autocast() else None
 
 
 class Activity:
@@ -126,18 +132,19 @@ class Kernel:
 
     def wait(self, *why: Any) -> Any:
         """Hand over control until somebody wakes the current activity."""
-        self.may_wait(*why)
+        if leaking_mode():
+            self.may_wait(*why)
         me = self.current
         if me.done:  # it is being killed and gets no further
             raise GreenletExit
         me.waits_for = why
-        grad = torch.is_grad_enabled()
+        grad = _grad()
         began = self.now
         try:
             value = self.hub.switch()
         finally:
             me.waited += self.now - began
-            if torch.is_grad_enabled() is not grad:
+            if _grad() is not grad:
                 torch.set_grad_enabled(grad)
         if isinstance(value, BaseException):
             raise value

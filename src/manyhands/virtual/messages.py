@@ -90,8 +90,8 @@ class VirtualMessage:
         """Fill the message; a later one may replace an unread one. What travels has no history."""
         self.tag = tag
         self.meta = meta
-        self.tensors = tuple([x.detach() for x in tensors])
-        self.nbytes = sum([x.nbytes for x in self.tensors])
+        self.tensors = tuple([x.detach() for x in tensors]) if tensors else ()
+        self.nbytes = sum([x.nbytes for x in self.tensors]) if tensors else 0
         self._seals = [Seal(x) for x in tensors]
 
     def release(self) -> None:
@@ -99,8 +99,9 @@ class VirtualMessage:
         if not self.released:
             self.released = True
             self.lane.give_back(self._kernel)
-            if any(seal.broken() for seal in self._seals):
-                raise ChangedInFlight(self.frm, self.tag)
+            for seal in self._seals:
+                if seal.broken():
+                    raise ChangedInFlight(self.frm, self.tag)
 
     def keep(self) -> tuple[Tensor, ...]:
         """Copy, then release."""

@@ -101,14 +101,15 @@ class VirtualTransport:
     def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> VirtualMessage | None:
         if inside_backward():
             raise MayNotWait(f"rank {self.rank} may not receive inside a backward pass")
-        message = self._take(tags, frm)
+        message = self._take(tags, frm) if self._queue else None
         if message is None:
             self._tell_loss(frm)
             message = self._wait_for(Waiter(self._kernel.current, tags, frm), timeout)
             if message is None:
                 return None
         message.received = True
-        self.depth = max(self.depth, message.depth)
+        if message.depth > self.depth:
+            self.depth = message.depth
         if not message.tensors:
             message.release()
         if self._cpu_per_byte:
@@ -123,8 +124,9 @@ class VirtualTransport:
         return None
 
     def _wait_for(self, waiter: Waiter, timeout: float | None) -> VirtualMessage | None:
-        if any(waiter.clashes(other) for other in self._waiters):
-            raise ManyhandsError(f"two activities of rank {self.rank} wait for {waiter.tags[0]} at once")
+        for other in self._waiters:
+            if waiter.clashes(other):
+                raise ManyhandsError(f"two activities of rank {self.rank} wait for {waiter.tags[0]} at once")
         self._waiters.append(waiter)
         if timeout is not None:
             self._kernel.at(self._kernel.now + timeout, self._give_up, waiter)
