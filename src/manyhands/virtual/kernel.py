@@ -24,7 +24,6 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from manyhands.core.errors import Deadlock, MayNotWait
 
-
 # Asked at every switch, so they are looked up once.
 _graph_task, _autocast = torch._C._current_graph_task_id, torch._C._is_any_autocast_enabled
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
