@@ -1,4 +1,4 @@
-"""Worker: one rank's hands. It owns the model and is the only place where a model is run.
+"""Worker: one rank's hands. It owns the model; models are run here and, stage by stage, in stage.py only.
 
 In virtual time forward and backward run at once and are then *played*: the clock moves by the forward
 pass, then by each bucket's share of the backward pass, and after each bucket `fired(bucket)` is called,
