@@ -4,6 +4,7 @@ import pytest
 
 from manyhands.core.errors import Refused
 from manyhands.core.flat import Flat
+from manyhands.rules import Sgd
 from manyhands.tasks import load
 from manyhands.topology.servers.sharding import by_layer, by_size, cut
 
@@ -44,4 +45,4 @@ def test_too_many_servers_are_refused(vgg16):
         by_layer(vgg16, 17)
     with pytest.raises(Refused, match=f"servers is {TOTAL + 1}, but must be <= {TOTAL}"):
         by_size(vgg16, TOTAL + 1)
-    assert len(cut(vgg16, "layer", 17, at_most=True)) == 16
+    assert len(cut(vgg16, "layer", 17, Sgd(0.1), at_most=True)) == 16

@@ -35,7 +35,7 @@ def downpour(
         shard:  h <- h + g^2;  w <- w - gamma g / sqrt(h), whoever comes
 
     Shards apply on their own: at any instant they may have seen different updates. A lost client is not
-    missed.
+    missed, if the shards are not its own: on one host, or with servers. Otherwise the run ends.
 
     Reference: J. Dean et al., Large scale distributed deep networks, 2012
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;

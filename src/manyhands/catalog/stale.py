@@ -28,7 +28,8 @@ def ssp(
         shard:             w <- w - eta g, every worker's update in full (a sum, not a mean)
 
     A worker sees every update up to clock c - s - 1, all of its own, and perhaps newer ones. With s = 0 it
-    is bsp with eta P; with s unbounded it is total asynchrony. A lost worker no longer holds anyone up.
+    is bsp with eta P; with s unbounded it is total asynchrony. A lost worker no longer holds anyone up, if the
+    shards are not its own: on one host, or with servers. Otherwise a shard dies with it, and the run ends.
 
     Reference: Q. Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, 2013
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;

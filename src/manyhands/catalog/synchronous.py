@@ -84,7 +84,7 @@ def easgd(
         c   <- c + sum_k e_k                   asynchronous: c <- c + e_k, one worker at a time
 
     The centre c is what is evaluated and saved. Synchronous, a lost worker ends the run; asynchronous, the
-    others go on.
+    others go on, if the centre is not with it: on one host, or with servers.
 
     Reference: S. Zhang, A. Choromanska, Y. LeCun, Deep learning with elastic averaging SGD, 2015, arXiv:1412.6651
     Loops: strategies/elastic.py Elastic.step; topology/servers/shard.py Shard.exchange

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Sequence
 
 from manyhands import __version__
-from manyhands.cli.usage import HelpShown, unknown
-from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused
+from manyhands.cli.usage import HelpShown
+from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused, unknown
 
 VERBS = {
     "train": ("train", "train a task with one method"),

@@ -20,8 +20,8 @@ import tyro
 from manyhands.cli.env import machine
 from manyhands.cli.index import PACKAGE
 from manyhands.cli.output import print_json, print_table
-from manyhands.cli.usage import parse, unknown
-from manyhands.core.errors import ManyhandsError
+from manyhands.cli.usage import parse
+from manyhands.core.errors import ManyhandsError, unknown
 from manyhands.report.progress import Progress, choose
 
 ABOUT = """Measure this installation against its goals; without a name, list the benchmarks.

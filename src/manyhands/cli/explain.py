@@ -14,7 +14,8 @@ import tyro
 
 from manyhands.cli.index import Loop, Method, methods
 from manyhands.cli.output import console, print_json, print_table
-from manyhands.cli.usage import parse, unknown
+from manyhands.cli.usage import parse
+from manyhands.core.errors import unknown
 
 ABOUT = """One method's card: what it does, its knobs, its paper, and the source of its loops.
 

@@ -11,8 +11,8 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from manyhands.cli import parts
 from manyhands.cli.index import Knob, Method, methods
-from manyhands.cli.usage import parse, unknown
-from manyhands.core.errors import Refused
+from manyhands.cli.usage import parse
+from manyhands.core.errors import Refused, unknown
 
 ABOUT = """{summary}
 

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.report.record import plain as number_or_text
+from manyhands.report.record import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPED_WIDTH = 140
 """Columns of a table that goes into a file or another program."""
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON can hold it; numbers that are not finite become null."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    return number_or_text(value)
 
 
 def print_json(value: Any) -> None:

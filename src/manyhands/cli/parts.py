@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.cli.index import PACKAGE
-from manyhands.cli.usage import unknown
-from manyhands.core.errors import Refused
+from manyhands.core.errors import Refused, unknown
 
 FOLDERS = {"Codec": "codecs", "Rule": "rules"}
 WORDS = {"true": True, "false": False, "none": None}

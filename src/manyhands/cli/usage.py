@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from manyhands.core.errors import Refused
+from manyhands.core.errors import Refused, unknown
 
 Form = TypeVar("Form")
 
 
 class HelpShown(Exception):
     """Help was asked for; this is its text."""
-
-
-def unknown(kind: str, given: str, known: Iterable[str]) -> Refused:
-    """The refusal of a name that does not exist; it offers the nearest ones, or else all."""
-    names = {name.lstrip("-"): name for name in known}
-    near = [names[name] for name in get_close_matches(given.lstrip("-").lower(), names)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names.values()) or 'none'}"
-    return Refused(f"there is no {kind} {given!r}: {hint}")
 
 
 def parse(form: type[Form], argv: Sequence[str], verb: str, about: str) -> Form:

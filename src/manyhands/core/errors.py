@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class ManyhandsError(Exception):
     """Root of the errors this library raises on purpose."""
@@ -49,3 +52,11 @@ def refuse_unless(holds: bool, name: str, value: object, bound: str) -> None:
     """Refuse `value` of setting `name` unless `holds`; the one wording of all such messages."""
     if not holds:
         raise Refused(f"{name} is {value}, but must be {bound}")
+
+
+def unknown(kind: str, given: str, known: Iterable[str]) -> Refused:
+    """The refusal of a name that does not exist; it offers the nearest ones, or else all."""
+    names = {name.lstrip("-"): name for name in known}
+    near = [names[name] for name in get_close_matches(given.lstrip("-").lower(), names)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names.values()) or 'none'}"
+    return Refused(f"there is no {kind} {given!r}: {hint}")

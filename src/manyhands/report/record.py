@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -30,7 +31,7 @@ class Record:
 
     def write(self, line: Line) -> None:
         """Add one line; what is not a finite number becomes null."""
-        self.lines.append({key: plain(value) for key, value in line.items()})
+        self.lines.append(plain(line))
         if self._file is not None:
             self._file.write(json.dumps(self.lines[-1]) + "\n")
 
@@ -43,9 +44,11 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can carry."""
+    """A value that JSON can carry; a number that is not finite becomes null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
     return str(value) if isinstance(value, Path) else value

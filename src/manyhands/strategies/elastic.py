@@ -28,7 +28,7 @@ from manyhands.core.holding import replica
 from manyhands.core.protocols import At, Batch, Rule, Weights
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
-from manyhands.topology.servers import Sharding, connect, read_outcome, serve
+from manyhands.topology.servers import Sharding, check_servers, connect, read_outcome, serve
 
 
 @dataclass
@@ -62,8 +62,7 @@ class Elastic:
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The centre must be large enough to be cut; only asynchronous workers meet it at a server."""
         refuse_unless(self.asynchronous or servers == 0, "servers", servers, "0 unless asynchronous")
-        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        refuse_unless(servers <= parameters, "servers", servers, f"<= {parameters}, the number of parameters")
+        check_servers(servers, model)
 
     def setup(self, w: Worker) -> None:
         """x, the worker's own weights; c, the centre (synchronous) or the lanes to it."""

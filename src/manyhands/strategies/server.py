@@ -31,7 +31,7 @@ from manyhands.core.flat import Span
 from manyhands.core.gather import gather
 from manyhands.core.protocols import Batch, Codec, Consistency, Rule, Weights
 from manyhands.core.worker import Worker
-from manyhands.topology.servers import Lane, Sharding, connect, read_outcome, serve
+from manyhands.topology.servers import Lane, Sharding, check_servers, connect, read_outcome, serve
 
 
 @dataclass
@@ -71,8 +71,7 @@ class Server:
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """There must be something to keep for every server."""
-        parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        refuse_unless(servers <= parameters, "servers", servers, f"<= {parameters}, the number of parameters")
+        check_servers(servers, model)
 
     def setup(self, w: Worker) -> None:
         """Lanes to the shards, codec memory in parameter coordinates, gradients not yet pushed and what they skip."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
-from manyhands.core.errors import Refused
+from manyhands.core.errors import Refused, unknown
 from manyhands.core.task import Task
 
 NAMES = ("digits", "mnist", "text", "regression", "vgg16")
@@ -25,9 +24,7 @@ def load(name: str, data: Path | None = None) -> Task:
     if ":" in name:
         return _yours(name, data)
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
-        raise Refused(f'unknown task "{name}": {hint}there are {", ".join(NAMES)} and "module:function"')
+        raise unknown("task", name, [*NAMES, "module:function"])
     task: Task = getattr(importlib.import_module(f"{__name__}.{name}"), name)(data)
     return task
 

@@ -67,7 +67,8 @@ class VirtualTransport:
         self._flushing: list[Activity] = []
         self._debt = 0.0
         self._cpu_per_byte = world.cluster.cpu_per_byte
-        self._noise = random.Random(f"{world.seed}/{rank}/jitter")
+        jitter = world.cluster.jitter
+        self._noise = random.Random(f"{world.seed}/{rank}/jitter") if jitter else None
         self._turns = world.turns(rank)
 
     # -- messages ---------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class VirtualTransport:
             if not moving and self.role == "worker":
                 self._kernel.sleep_until(next(self._turns))
         elif seconds or self._debt:
-            noise = math.exp(self._world.cluster.jitter * self._noise.gauss(0, 1)) if self._world.cluster.jitter else 1
+            noise = math.exp(self._world.cluster.jitter * self._noise.gauss(0, 1)) if self._noise else 1.0
             seconds, self._debt = seconds * noise + self._debt, 0.0
             self._world.cores[self.host].spend(seconds / self.speed)
 

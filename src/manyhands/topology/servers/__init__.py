@@ -19,23 +19,21 @@ from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
 from manyhands.topology.servers.shard import Shard
-from manyhands.topology.servers.sharding import Sharding, cut
+from manyhands.topology.servers.sharding import Sharding, check_servers, cut
 from manyhands.topology.servers.shared import shared_lanes
 
-__all__ = ["Lane", "Sharding", "connect", "read_outcome", "serve"]
+__all__ = ["Lane", "Sharding", "check_servers", "connect", "read_outcome", "serve"]
 
 
 def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> list[Lane]:
     """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
-    if not rule.elementwise:
-        how = "layer"
     me = w.workers.index(w.rank)
     lanes: list[Lane]
     if w.servers:
-        shards = cut(w.flat, how, len(w.servers))
+        shards = cut(w.flat, how, len(w.servers), rule)
         lanes = [MessageLane(w, rank, spans) for rank, spans in zip(w.servers, shards, strict=True)]
     else:
-        shards = cut(w.flat, how, len(w.workers), at_most=True)
+        shards = cut(w.flat, how, len(w.workers), rule, at_most=True)
         one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
         if one_host and "owner" not in rule.needs and not w.flat.is_meta:
             lanes = list(shared_lanes(w, shards, when, rule, codec))
@@ -50,7 +48,7 @@ def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Code
 
 def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> None:
     """The main program of a server rank."""
-    shards = cut(w.flat, how if rule.elementwise else "layer", len(w.servers))
+    shards = cut(w.flat, how, len(w.servers), rule)
     _keeper(w, w.servers, shards[w.servers.index(w.rank)], when, rule, codec).serve()
 
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+from torch import nn
+
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.flat import Flat, Span
+from manyhands.core.protocols import Rule
 
 Shards = list[list[Span]]
 """For every shard the spans it keeps."""
@@ -56,10 +59,17 @@ def by_layer(flat: Flat, count: int) -> Shards:
     return [sorted(spans) for spans in shards]
 
 
-def cut(flat: Flat, how: Sharding, count: int, *, at_most: bool = False) -> Shards:
-    """Shards of a model; with `at_most` fewer if there are not enough layers or parameters."""
+def check_servers(servers: int, model: nn.Module) -> None:
+    """Refuse more servers than there are parameters to keep."""
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    refuse_unless(servers <= parameters, "servers", servers, f"<= {parameters}, the number of parameters")
+
+
+def cut(flat: Flat, how: Sharding, count: int, rule: Rule, *, at_most: bool = False) -> Shards:
+    """Shards of a model, whole layers if the rule needs them; `at_most`: fewer if there is not enough to cut."""
     if how not in ("size", "layer"):
         raise Refused(f"shard is {how!r}, but must be 'size' or 'layer'")
+    how = how if rule.elementwise else "layer"
     if at_most:
         layers = len({place.name.rpartition(".")[0] for place in flat.places})
         count = min(count, layers if how == "layer" else flat.numel)
