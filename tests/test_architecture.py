@@ -26,8 +26,14 @@ MAY_IMPORT = {
     "strategies": {"core", *PARTS},
     "catalog": METHODS,
     "result": {"core", "splits"},
-    "jobs": {*METHODS, "virtual", "tasks", "report", "result"},
-    "cli": {*METHODS, "virtual", "tasks", "report", "result", "jobs", "catalog", "__version__"},
+    "runtime": {"core"},
+    "plan": {*METHODS, "virtual", "runtime"},
+    "processes": {*METHODS, "tasks", "plan", "runtime"},
+    "jobs": {*METHODS, "virtual", "tasks", "report", "result", "plan", "processes", "runtime"},
+    "streams": {"core", "splits"},
+    "training": METHODS,
+    "hands": {*METHODS, "streams", "training", "runtime"},
+    "cli": {*METHODS, "virtual", "tasks", "report", "result", "jobs", "catalog", "runtime", "__version__"},
 }
 """What each folder, or module at the top, may import besides itself. `__init__` may import everything but the cli."""
 

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
     from manyhands.catalog import *  # noqa: F403
     from manyhands.core.errors import ChangedInFlight, Deadlock, Diverged, ManyhandsError, PeerLost, Refused
     from manyhands.core.task import Task
+    from manyhands.hands import Hands, join
     from manyhands.jobs import train
     from manyhands.result import Result
+    from manyhands.runtime.checkpoint import load_checkpoint
     from manyhands.virtual.cluster import Cluster
     from manyhands.virtual.faults import CutLink, Die, Slow, SlowLink, Stop
     from manyhands.virtual.world import on_ranks
@@ -24,9 +26,11 @@ _HOMES = {
     "manyhands.codecs": ["codecs"],
     "manyhands.core.errors": ["ChangedInFlight", "Deadlock", "Diverged", "ManyhandsError", "PeerLost", "Refused"],
     "manyhands.core.task": ["Task"],
+    "manyhands.hands": ["Hands", "join"],
     "manyhands.jobs": ["train"],
     "manyhands.result": ["Result"],
     "manyhands.rules": ["rules"],
+    "manyhands.runtime.checkpoint": ["load_checkpoint"],
     "manyhands.splits": ["splits"],
     "manyhands.virtual.cluster": ["Cluster"],
     "manyhands.virtual.faults": ["CutLink", "Die", "Slow", "SlowLink", "Stop"],
@@ -41,6 +45,7 @@ __all__ = [
     "Deadlock",
     "Die",
     "Diverged",
+    "Hands",
     "ManyhandsError",
     "PeerLost",
     "Refused",
@@ -50,6 +55,8 @@ __all__ = [
     "Stop",
     "Task",
     "codecs",
+    "join",
+    "load_checkpoint",
     "on_ranks",
     "rules",
     "splits",

@@ -2,172 +2,151 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands import tasks
-from manyhands.core.budget import Budget, Each
-from manyhands.core.errors import PeerLost, Refused, refuse_unless
-from manyhands.core.loop import Job, Outcome, run_rank
-from manyhands.core.protocols import Batch, Checks, Divides, Serves, Strategy, Transport
+from manyhands.core.budget import Budget, Each, segments
+from manyhands.core.errors import PeerLost
+from manyhands.core.loop import Job, Line, Outcome, run_rank
+from manyhands.core.protocols import Strategy
 from manyhands.core.task import Task
+from manyhands.plan import Plan, machines, make_plan, with_checkpoints
+from manyhands.processes import Done, Named, run_plan
 from manyhands.report.progress import Progress
 from manyhands.report.record import Record
 from manyhands.result import Result, evaluate, final_loss, lag_of, sha256
-from manyhands.splits.data import Share
+from manyhands.runtime.resuming import saver
 from manyhands.virtual.budget import Common, Prescribed
 from manyhands.virtual.cluster import Cluster
-from manyhands.virtual.world import Simulation, simulate
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run with every default filled in and everything checked."""
-
-    task: Task
-    strategy: Strategy
-    cluster: Cluster
-    seed: int
-    steps: int
-    batch_size: int
-    per_worker: bool
-
-    @property
-    def replicas(self) -> int:
-        """How many copies of the model there are."""
-        return _replicas(self.strategy, self.cluster.workers)
-
-    @property
-    def samples(self) -> int:
-        """The budget."""
-        return self.steps * self.replicas * self.batch_size
-
-    def budget(self) -> Budget:
-        """Who may take how many mini-batches."""
-        if self.cluster.order is not None or self.cluster.turns is not None:
-            return Prescribed(self.cluster)
-        if self.strategy.lockstep or self.per_worker:
-            return Each(self.steps)
-        return Common(self.steps * self.replicas)
-
-    def batches(self, transport: Transport) -> Iterator[Batch]:
-        """This rank's mini-batches; all ranks of one replica see the same."""
-        if self.task.sizes_only:
-            while True:
-                yield ()
-        replica = transport.rank * self.replicas // self.cluster.workers
-        share = Share(self.task.data, replica, self.replicas, self.batch_size, self.seed)
-        while True:
-            yield share.next_batch()
+from manyhands.virtual.world import simulate
 
 
 def train(
     task: Task | str,
     strategy: Strategy,
     *,
-    cluster: Cluster | None = None,
+    workers: int | None = None,
     servers: int | None = None,
+    cluster: Cluster | None = None,
+    link: str = "shm",
+    bind: str = "127.0.0.1",
     seed: int = 0,
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
     per_worker: bool = False,
+    data: str | Path | None = None,
     out: str | Path | None = None,
     progress: Progress | None = None,
+    checkpoint_every: int | None = None,
+    resume: str | Path | None = None,
 ) -> Result:
-    """Train a task with a method in a virtual cluster.
+    """Train a task with a method, by real processes of this machine or in a virtual cluster.
 
     Args:
         task: a Task, or the name of one of ours.
         strategy: the method, such as `mh.ssp(staleness=3)`.
-        cluster: the machines; by default 4 workers on hosts of their own.
+        workers: how many processes train; without them, and without a cluster, 4 virtual workers do.
         servers: server ranks, if the cluster does not say.
+        cluster: virtual machines to train in, in virtual time.
+        link: how real workers exchange tensors: "shm" (memory of this machine) or "tcp".
+        bind: the address that real workers listen on, if they talk over tcp.
         seed: everything random depends on it.
         steps: updates of size replicas x batch_size.
         epochs: passes over the data, instead of steps.
         batch_size: samples per mini-batch of one worker.
         per_worker: every worker takes `steps` mini-batches, however fast it is.
-        out: a folder for the record.
+        data: the folder or file that a task of ours reads, if it reads any.
+        out: a folder for the record and the checkpoints.
         progress: told about every step.
+        checkpoint_every: steps between two checkpoints; there is one more at the end.
+        resume: a checkpoint, a folder of them, or the `out` of the run to go on with.
     """
-    task = tasks.load(task) if isinstance(task, str) else task
-    plan = _plan(task, strategy, cluster or Cluster(), servers, seed, steps, epochs, batch_size, per_worker)
+    named = Named(task, None if data is None else Path(data)) if isinstance(task, str) else None
+    task = named.load() if named is not None else task
+    assert isinstance(task, Task)
+    where = machines(strategy, cluster, workers, servers, link, bind)
+    plan = make_plan(task, strategy, where, seed, steps, epochs, batch_size, per_worker)
+    plan = with_checkpoints(plan, out, checkpoint_every, resume)
     began = time.perf_counter()
     with Record(None if out is None else Path(out)) as record:
         record.write(_header(plan))
-        simulation = _run(plan, record, progress)
-        result = _result(plan, simulation, record, began)
+        result = _result(plan, _run(plan, named, record, progress), record, began)
         record.write(_footer(result))
     return result
 
 
-def _plan(
-    task: Task,
-    strategy: Strategy,
-    cluster: Cluster,
-    servers: int | None,
-    seed: int,
-    steps: int | None,
-    epochs: float | None,
-    batch_size: int | None,
-    per_worker: bool,
-) -> Plan:
-    if servers is not None and cluster.servers not in (0, servers):
-        raise Refused(f"servers is {servers}, but the cluster has {cluster.servers}")
-    cluster = replace(cluster, servers=cluster.servers if servers is None else servers)
-    if strategy.one_host:
-        cluster = cluster.on_one_host()
-    if steps is not None and epochs is not None:
-        raise Refused(f"steps is {steps} and epochs is {epochs}, but only one of them can be given")
-    batch_size = task.batch_size if batch_size is None else batch_size
-    refuse_unless(batch_size >= 1, "batch_size", batch_size, ">= 1")
-    replicas = _replicas(strategy, cluster.workers)
-    refuse_unless(
-        len(task.data) >= replicas, "the number of samples", len(task.data), f">= {replicas}, the number of workers"
-    )
-    has_servers = isinstance(strategy, Serves) or not cluster.servers
-    refuse_unless(has_servers, "servers", cluster.servers, "0: this method has none")
-    if isinstance(strategy, Checks):
-        strategy.check(cluster.workers, cluster.servers, batch_size, task.build(seed))
-    if steps is None:
-        epochs = task.epochs if epochs is None else epochs
-        refuse_unless(0 < epochs < math.inf, "epochs", epochs, "> 0 and finite")
-        steps = max(1, math.floor(epochs * len(task.data) / (replicas * batch_size)))
-    refuse_unless(steps >= 1, "steps", steps, ">= 1")
-    return Plan(task, strategy, cluster, seed, steps, batch_size, per_worker)
+@dataclass(frozen=True)
+class Ran:
+    """What came of a plan, in either world."""
+
+    outcomes: list[Outcome]
+    bytes_sent: int
+    lost: list[tuple[int, str]]
+    stopped_at: int | None = None
 
 
-def _replicas(strategy: Strategy, workers: int) -> int:
-    return strategy.replicas(workers) if isinstance(strategy, Divides) else workers
-
-
-def _run(plan: Plan, record: Record, progress: Progress | None) -> Simulation:
-    def observe(line: dict[str, Any]) -> None:
+def _run(plan: Plan, named: Named | None, record: Record, progress: Progress | None) -> Ran:
+    def observe(line: Line) -> None:
         record.write(line)
         if progress is not None:
-            progress.step({**line, "samples": line["samples"] * plan.replicas / plan.cluster.workers})
+            progress.step({**line, "samples": line["samples"] * plan.replicas / plan.machines.workers})
 
-    job = Job(plan.task, plan.strategy, plan.budget(), plan.batches, observe, plan.seed, plan.steps, plan.batch_size)
     if progress is not None:
         progress.start(plan.samples, plan.task.name)
     try:
-        return simulate(plan.cluster, lambda transport: run_rank(job, transport), plan.seed)
+        return _really(plan, named, observe) if plan.machines.cluster is None else _virtually(plan, observe)
     finally:
         if progress is not None:
             progress.stop()
 
 
+def _really(plan: Plan, named: Named | None, observe: Callable[[Line], None]) -> Ran:
+    launched = run_plan(plan, named, observe)
+    done = [one for one in launched.results if isinstance(one, Done)]
+    stopped = [one.stopped_at for one in done if one.stopped_at is not None]
+    outcomes = [one.outcome for one in launched.results[: plan.machines.workers] if isinstance(one, Done)]
+    return Ran(outcomes, sum(one.bytes_sent for one in done), launched.lost, max(stopped, default=None))
+
+
+def _virtually(plan: Plan, observe: Callable[[Line], None]) -> Ran:
+    cluster = plan.machines.cluster
+    assert cluster is not None
+
+    def budget(steps: int) -> Budget:
+        if plan.machines.prescribed:
+            return Prescribed(cluster)
+        return Each(steps) if plan.lockstep else Common(steps * plan.replicas)
+
+    job = Job(
+        plan.task,
+        plan.strategy,
+        segments(plan.start, plan.steps, plan.checkpoint_every, budget),
+        plan.batches,
+        observe,
+        plan.seed,
+        plan.steps,
+        plan.batch_size,
+        save=None if plan.checkpoints is None else saver(plan.checkpoints, plan.terms),
+        resume=plan.resume,
+    )
+    simulation = simulate(cluster, lambda transport: run_rank(job, transport), plan.seed)
+    outcomes = [one for one in simulation.results[: cluster.workers] if isinstance(one, Outcome)]
+    return Ran(outcomes, sum(simulation.bytes), simulation.lost)
+
+
 def _header(plan: Plan) -> dict[str, Any]:
-    hosts = plan.cluster.placement()
-    roles = ["worker"] * plan.cluster.workers + ["server"] * plan.cluster.servers
+    where = plan.machines
+    hosts = where.placement()
+    roles = ["worker"] * where.workers + ["server"] * where.servers
     return {
         "task": plan.task.name,
         "strategy": repr(plan.strategy),
-        "world": "virtual",
+        "world": where.world,
+        "link": where.link if where.cluster is None else None,
         "seed": plan.seed,
         "steps": plan.steps,
         "batch_size": plan.batch_size,
@@ -175,27 +154,26 @@ def _header(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _result(plan: Plan, simulation: Simulation, record: Record, began: float) -> Result:
+def _result(plan: Plan, ran: Ran, record: Record, began: float) -> Result:
     steps = sorted((line for line in record.lines if "loss" in line), key=lambda line: float(line["time"]))
-    outcomes = [one for one in simulation.results[: plan.cluster.workers] if isinstance(one, Outcome)]
-    lead = next((one for one in outcomes if one.weights is not None), None)
+    lead = next((one for one in ran.outcomes if one.weights is not None), None)
     if lead is None:
-        raise PeerLost(*(simulation.lost or [(0, "it gave no answer")])[-1])
+        raise PeerLost(*(ran.lost or [(0, "it gave no answer")])[-1])
     weights = None if plan.task.sizes_only else lead.weights
     waited = {line["rank"]: float(line["waited"]) for line in steps}
     return Result(
         task=plan.task.name,
-        world="virtual",
-        workers=plan.cluster.workers,
-        servers=plan.cluster.servers,
+        world=plan.machines.world,
+        workers=plan.machines.workers,
+        servers=plan.machines.servers,
         steps=plan.steps,
         seed=plan.seed,
-        seconds=max(one.seconds for one in outcomes),
+        seconds=max(one.seconds for one in ran.outcomes),
         wall_seconds=time.perf_counter() - began,
         samples=_samples(plan, steps),
         final_loss=final_loss(steps),
         test_accuracy=None if weights is None else evaluate(plan.task, weights, lead.buffers, plan.seed),
-        bytes_sent=sum(simulation.bytes),
+        bytes_sent=ran.bytes_sent,
         lag=lag_of(steps),
         waited_seconds=sum(waited.values()),
         weights=weights,
@@ -203,14 +181,15 @@ def _result(plan: Plan, simulation: Simulation, record: Record, began: float) ->
         weights_sha256=None if weights is None else sha256(weights),
         records=record.lines,
         record=record.path,
-        lost=simulation.lost,
+        lost=ran.lost,
+        stopped_at=ran.stopped_at,
     )
 
 
 def _samples(plan: Plan, steps: list[dict[str, Any]]) -> int:
     """Samples consumed: the ranks of one replica consume the same ones."""
     total: int = sum(line["samples"] for line in steps)
-    return total * plan.replicas // plan.cluster.workers
+    return total * plan.replicas // plan.machines.workers
 
 
 def _footer(result: Result) -> dict[str, Any]:

@@ -55,6 +55,8 @@ class Result:
     records: Sequence[dict[str, Any]]
     record: Path | None
     lost: Sequence[tuple[int, str]]
+    stopped_at: int | None = None
+    """The step at which a real run was stopped before its end, if it was."""
 
     @property
     def bytes(self) -> int:

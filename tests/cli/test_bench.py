@@ -1,6 +1,7 @@
 """Benchmarks are found by their files and held against their goals."""
 
 import json
+import sys
 
 import pytest
 
@@ -47,6 +48,16 @@ def test_they_are_inside_an_installed_package_or_beside_its_source(tmp_path):
 def test_goals(package):
     results = bench.measure(bench.benchmarks()["nothing"], Lines())
     assert [result["met"] for result in results] == [True, False, None]
+
+
+def test_a_benchmark_finds_what_it_shares_with_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "_shared_by_two.py").write_text("VALUE = 7\n")
+    sharing = "from _shared_by_two import VALUE\ndef run(progress):\n    return [{'name': 'n', 'value': VALUE}]\n"
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text(sharing)
+        assert bench.measure(tmp_path / name, Lines()) == [{"name": "n", "value": 7, "met": None}]
+    assert sys.path.count(str(tmp_path)) == 1 and sys.path[-1] == str(tmp_path)
 
 
 def test_as_json(package, capsys):

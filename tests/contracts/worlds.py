@@ -2,14 +2,15 @@
 
 A world runs `program(transport)` on every rank and gives the results by rank, None for a rank that died. Real
 processes import the program by name, so programs are functions at the top of a module, or `partial`s of such.
-A world that cannot place ranks as asked (several on one host) skips the test.
 """
 
+import multiprocessing
 import os
 import signal
 from functools import partial
 
 from manyhands.core.protocols import Tag
+from manyhands.runtime.launch import launch
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.faults import Die
 from manyhands.virtual.transport import VirtualTransport
@@ -45,9 +46,6 @@ def _and_leave(program, transport):
 class Virtual:
     """Ranks in virtual time. Whoever is to die waits for it, long after the others have come to rest."""
 
-    notices_writes = True
-    """Whether a write into a lent tensor is an error here, or only forbidden."""
-
     def run(self, size, program, *, hosts=None, servers=0, deaths=()):
         """Run on `size` ranks, the last `servers` of them servers, the others spread over `hosts`."""
         faults = [Die(rank, at=1000.0 * number) for number, rank in enumerate(deaths, start=1)]
@@ -55,4 +53,27 @@ class Virtual:
         return simulate(cluster, partial(_and_leave, program)).results
 
 
-WORLDS = {"virtual": Virtual()}
+class Real:
+    """Ranks in processes of their own. They come from a fork server that has imported all they need but done nothing,
+    so that a test does not wait for torch; hosts are as many as asked for, all of them on this machine."""
+
+    def __init__(self, link):
+        self.link = link
+
+    def run(self, size, program, *, hosts=None, servers=0, deaths=()):
+        """Run on `size` ranks; lent tensors are watched."""
+        placed = tuple(Cluster(workers=size - servers, servers=servers, hosts=hosts).placement())
+        return launch(
+            partial(_and_leave, program),
+            workers=size - servers,
+            servers=servers,
+            hosts=placed,
+            link=self.link,
+            context="forkserver",
+            checks_lending=True,
+        ).results
+
+
+multiprocessing.set_forkserver_preload(["torch.distributed", "manyhands.runtime.join", "pytest"])
+
+WORLDS = {"virtual": Virtual(), "shm": Real("shm"), "tcp": Real("tcp")}

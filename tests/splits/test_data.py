@@ -159,3 +159,11 @@ def test_a_negative_position_is_refused():
     share = Share(numbered(3), 0, 1, 1, seed=0)
     with pytest.raises(Refused, match="position is -1, but must be >= 0"):
         share.position = -1
+
+
+def test_a_mini_batch_can_be_put_together_in_another_way():
+    data = TensorDataset(torch.arange(6))
+    plain, listed = Share(data, 0, 2, 2, seed=4), Share(data, 0, 2, 2, seed=4, put_together=list)
+    for _ in range(4):
+        assert [sample.item() for (sample,) in listed.next_batch()] == plain.next_batch()[0].tolist()
+    assert listed.position == 4

@@ -10,7 +10,8 @@ from greenlet import greenlet
 from manyhands.core.errors import Deadlock, ManyhandsError, MayNotWait
 from manyhands.core.protocols import Tag, recv
 from manyhands.virtual.cluster import Cluster
-from manyhands.virtual.kernel import Activity, Kernel, inside_backward, leaking_mode
+from manyhands.core.lending import inside_backward
+from manyhands.virtual.kernel import Activity, Kernel, leaking_mode
 from manyhands.virtual.world import simulate
 
 A, B, NEVER = Tag("a"), Tag("b"), Tag("never")

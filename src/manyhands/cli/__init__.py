@@ -10,19 +10,18 @@ from collections.abc import Sequence
 
 from manyhands import __version__
 from manyhands.cli.usage import HelpShown
-from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused, unknown
+from manyhands.core.errors import ManyhandsError, unknown
+from manyhands.runtime.failures import exit_code
 
 VERBS = {
     "train": ("train", "train a task with one method"),
+    "run": ("run", "start a script of your own once for each rank"),
     "list": ("listing", "all methods, their families and papers"),
     "explain": ("explain", "one method's card: what it does, its knobs, paper and loops"),
     "bench": ("bench", "measure this installation against its goals"),
     "env": ("env", "versions and machine: what to paste into a bug report"),
 }
 """Each verb's file and what it does."""
-
-CODES = ((Refused, 2), (PeerLost, 3), (Diverged, 4), (Exception, 1))
-"""The exit code of each error, the first that fits; 0 is done, 130 interrupted."""
 
 HELP = """usage: manyhands VERB [OPTIONS]
 
@@ -41,6 +40,7 @@ examples:
   manyhands explain ssp
   manyhands train ssp --virtual --workers 8 --staleness 3
   manyhands train downpour --virtual --cluster cluster.toml --json
+  manyhands run -n 4 train.py
 
 exit codes: 0 done, 1 error, 2 bad usage or refused, 3 a peer was lost, 4 training diverged, 130 interrupted"""
 
@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the exit code says how it went."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _answer([word for word in words if word != "--debug"], debug="--debug" in words)
+        ours = words[:1] if "run" in words[:1] else words[:2] if "run" in words[1:2] else words
+        debug = "--debug" in ours  # what follows `run` may belong to a script
+        code = _answer([word for word in ours if word != "--debug"] + words[len(ours) :], debug)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever reads us has seen enough
@@ -72,7 +74,7 @@ def _answer(words: list[str], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         print(f"manyhands: {_words(error)}", file=sys.stderr)
-        return next(code for kind, code in CODES if isinstance(error, kind))
+        return exit_code(error)
 
 
 def _run(words: list[str]) -> int:

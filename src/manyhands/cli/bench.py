@@ -1,7 +1,8 @@
 """`manyhands bench NAME`: runs one benchmark and holds its numbers against their goals.
 
 A benchmark is a module in `benchmarks/` with `run(progress) -> [{"name": ..., "value": ..., "goal": ">= 100000"}]`;
-what it measures is the first line of its docstring.
+what it measures is the first line of its docstring. Modules there whose names begin with an underscore are no
+benchmarks but what several of them share.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def measure(path: Path, progress: Progress) -> list[dict[str, Any]]:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ManyhandsError(f"cannot load the benchmark {path}")
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for what benchmarks share; last, so that it hides nothing
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     try:

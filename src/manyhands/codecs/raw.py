@@ -28,6 +28,10 @@ class Raw:
         """Copy."""
         out.copy_(payload[0])
 
+    def plain(self, payload: Sequence[Tensor]) -> Tensor:
+        """The vector as it lies in the payload: whoever only reads it needs no copy."""
+        return payload[0]
+
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """All of them."""
         return numel * dtype.itemsize

@@ -29,6 +29,7 @@ class ChangedInFlight(ManyhandsError):
     def __init__(self, rank: int, tag: object) -> None:
         super().__init__(f"rank {rank} changed a tensor sent as {tag} before its receiver released it")
         self.rank = rank
+        self.tag = str(tag)
 
 
 class Deadlock(ManyhandsError):
@@ -46,6 +47,7 @@ class Diverged(ManyhandsError):
         super().__init__(f"the loss is {loss} on rank {rank} at step {step}: training diverged (try a smaller lr)")
         self.rank = rank
         self.step = step
+        self.loss = loss
 
 
 def refuse_unless(holds: bool, name: str, value: object, bound: str) -> None:

@@ -16,7 +16,7 @@ not contiguous (channels-last), a model that is flat already.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,6 +96,7 @@ class Flat:
             self.parts.append(self._lay_out(len(self.parts), names))
             self.places += self.parts[-1].places
         self._arrived: dict[str, Place] = {}
+        self._arrival: Callable[[Place], None] | None = None
         self._this_backward: set[str] = set()
         if not self.is_meta:
             for place in self.places:
@@ -137,9 +138,10 @@ class Flat:
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Begin a step: nothing has arrived yet."""
+    def open(self, arrival: Callable[[Place], None] | None = None) -> None:
+        """Begin a step: nothing has arrived yet. `arrival` is told of each gradient, inside the backward pass."""
         self._arrived.clear()
+        self._arrival = arrival
         self.begin_backward()
 
     def begin_backward(self) -> None:
@@ -159,6 +161,8 @@ class Flat:
             here.zero_().index_add_(0, rows.indices()[0], rows.values())
         else:
             here.copy_(grad)
+        if self._arrival is not None:
+            self._arrival(place)
 
     @torch.no_grad()
     def close(self) -> None:

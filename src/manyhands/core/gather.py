@@ -18,8 +18,8 @@ from manyhands.core.protocols import Message, Meta, Tag, recv
 from manyhands.core.worker import Worker
 
 HAND_OVER = Tag("hand-over")
-THANKS = Tag("thanks")
-OVER = Tag("over")
+THANKS = Tag("thanks", carries="nothing")
+OVER = Tag("over", carries="nothing")
 
 Gathered = dict[int, tuple[Meta, tuple[Tensor, ...]]]
 

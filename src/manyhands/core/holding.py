@@ -2,16 +2,25 @@
 
 A replica, a shard or a centre holds its weights in such stretches. An update is
 
-    w <- w + rule(g)
+    w <- w + rule(g)          g: one gradient, or the mean of several
 
 on the whole stretch at once, or parameter by parameter when some were untouched in this step or the
 rule needs whole tensors. How often each parameter was updated is counted here, since after a skipped
 update the counts differ (Adam's bias correction, as in torch, goes by the parameter).
+
+A rule reads and writes its tensors several times. Since memory is slower than arithmetic, an update walks
+through the stretch in blocks that stay in the cache meanwhile, so that memory is passed over once:
+
+    w      [ ....... | ....... | ....... | ... ]
+    g      [ ....... | ....... | ....... | ... ]        block by block: mean, rule, add
+    state  [ ....... | ....... | ....... | ... ]
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableSequence, Sequence
+from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +30,31 @@ from manyhands.core.protocols import At, Rule, State
 
 Allocate = Callable[[str, Tensor], Tensor]
 """Where state lives: given a name and a fresh tensor, gives the tensor to use."""
+
+BLOCK_BYTES = 2**19
+"""Of one tensor: a few such blocks fit the cache of a core. Always a multiple of 64 numbers, so that torch's
+vectorised loops round a block as they round the whole."""
+
+ALL = slice(None)
+"""The stretch as it is: a small one should not pay for views of itself."""
+
+Block = tuple[slice, torch.Size | None, State, int]
+"""Where it lies, its shape if not flat, its state, and which update of it this is."""
+
+
+@runtime_checkable
+class Moves(Protocol):
+    """A rule that can also move weights by itself in one pass over memory, to the same last bit."""
+
+    def can_move(self, weights: Tensor) -> bool:
+        """Whether it can with its knobs and these weights."""
+
+    def move(self, g: Tensor, at: At) -> None:
+        """w <- w + rule(g); `g` is only read."""
+
+
+def _part(x: Tensor, cut: slice) -> Tensor:
+    return x if cut is ALL else x[cut]
 
 
 def _in_place(_: str, fresh: Tensor) -> Tensor:
@@ -60,6 +94,8 @@ class Holding:
         self._shapes = [torch.Size([-1]) if rule.elementwise else p.shape for p in inside]
         self.counts: MutableSequence[int] = [0] * len(inside) if counts is None else counts
         self._whole = rule.elementwise and "owner" not in rule.needs
+        self._mover = rule if self._whole and isinstance(rule, Moves) and rule.can_move(weights) else None
+        self._block = BLOCK_BYTES // weights.element_size()
         if self._whole:
             self._states = [{} if weights.is_meta else self._fresh("", weights, allocate)]
         else:
@@ -76,33 +112,83 @@ class Holding:
         """The parameters (by mark) that reach into this span."""
         return [mark for mark, *_ in self._segments]
 
-    @torch.no_grad()
+    def segments(self) -> Iterator[tuple[int, int, Tensor, State]]:
+        """Every parameter in this span: its mark, its start within the span, its weights and state."""
+        for place, (mark, start, stop) in enumerate(self._segments):
+            state = self._states[0 if self._whole else place]
+            if self._whole:
+                state = {name: value[start:stop] for name, value in state.items()}
+            yield mark, start, self.weights[start:stop].view(self._shapes[place]), state
+
     def update(self, g: Tensor, at: At, untouched: Collection[int] = ()) -> None:
         """Apply the rule to the gradient `g`, which may be overwritten; `at` says what else is known."""
+        self._apply([g], at, untouched, copies=False)
+
+    def merge(self, gs: Sequence[Tensor], at: At, untouched: Collection[int] = ()) -> None:
+        """Apply the rule to the mean of the gradients `gs`, summed in this order; they are only read."""
+        self._apply(gs, at, untouched, copies=len(gs) > 1 or self._mover is None)
+
+    @torch.no_grad()
+    def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool) -> None:
         if self.weights.is_meta:
             return
+        seen = at.seen
+        size = self._block if copies or self._mover is None else self.weights.numel()
+        for cut, shape, state, updates in self._blocks(untouched, size):
+            g = self._mean(gs, cut) if copies else _part(gs[0], cut)
+            at.weights, at.state, at.updates = _part(self.weights, cut), state, updates
+            at.seen = None if seen is None else _part(seen, cut)
+            if shape is not None:
+                g, at.weights = g.view(shape), at.weights.view(shape)
+            self._step(g, at)
+
+    def _step(self, g: Tensor, at: At) -> None:
+        if self._mover is not None:
+            self._mover.move(g, at)
+            return
+        step = self.rule(g, at)
+        if step is not None:
+            at.weights.add_(step)
+
+    def _blocks(self, untouched: Collection[int], size: int) -> Iterator[Block]:
+        """What is to be updated: blocks of at most `size` numbers, or whole tensors if the rule needs them."""
+        for place, start, stop, updates in self._counted(untouched):
+            if not self._whole:
+                yield slice(start, stop), self._shapes[place], self._states[place], updates
+            elif stop - start == self.weights.numel() <= size:
+                yield ALL, None, self._states[0], updates
+            else:
+                for begin in range(start, stop, size):
+                    cut = slice(begin, min(begin + size, stop))
+                    yield cut, None, {name: value[cut] for name, value in self._states[0].items()}, updates
+
+    def _counted(self, untouched: Collection[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Place, start, stop and number of this update: of everything if it has one number, else of each parameter."""
         counts = self.counts
-        if not untouched and self._whole and all(count == counts[0] for count in counts):
+        if not untouched and self._whole and counts[1:] == counts[:-1]:
+            updates = counts[0] + 1 if counts else 1
             for place in range(len(counts)):
-                counts[place] += 1
-            self._step(self.weights, g, self._states[0], counts[0] if counts else 1, at)
+                counts[place] = updates
+            yield 0, 0, self.weights.numel(), updates
             return
         for place, (mark, start, stop) in enumerate(self._segments):
             if mark not in untouched:
                 counts[place] += 1
-                if self._whole:
-                    state = {name: value[start:stop] for name, value in self._states[0].items()}
-                    self._step(self.weights[start:stop], g[start:stop], state, counts[place], at)
-                else:
-                    shape = self._shapes[place]
-                    weights = self.weights[start:stop].view(shape)
-                    self._step(weights, g[start:stop].view(shape), self._states[place], counts[place], at)
+                yield place, start, stop, counts[place]
 
-    def _step(self, weights: Tensor, g: Tensor, state: State, updates: int, at: At) -> None:
-        at.weights, at.state, at.updates = weights, state, updates
-        step = self.rule(g, at)
-        if step is not None:
-            weights.add_(step)
+    def _mean(self, gs: Sequence[Tensor], cut: slice) -> Tensor:
+        """A block of the mean gradient, in memory of our own."""
+        block = self._scratch if cut is ALL else self._scratch[: cut.stop - cut.start]
+        if len(gs) == 1:
+            return block.copy_(_part(gs[0], cut))
+        torch.add(_part(gs[0], cut), _part(gs[1], cut), out=block)
+        for g in gs[2:]:
+            block.add_(_part(g, cut))
+        return block.div_(len(gs))
+
+    @cached_property
+    def _scratch(self) -> Tensor:
+        return torch.empty_like(self.weights[: self._block] if self._whole else self.weights)
 
 
 def replica(flat: Flat, rule: Rule, weights: Sequence[Tensor] | None = None) -> list[Holding]:

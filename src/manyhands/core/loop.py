@@ -1,22 +1,28 @@
 """The one training loop: what every rank of every method does in every world.
 
 set up -> (take a mini-batch, step, record) until the budget is used up -> finish -> answer -> leave
+
+A run with checkpoints is a row of such budgets: after each everyone rests, the lead saves, and all go on. Whatever was
+in flight has then landed, so going on is the same as being resumed.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.budget import Budget
+from manyhands.core.budget import Segment
+from manyhands.core.errors import Refused
 from manyhands.core.gather import Gathered, gather, need_all
-from manyhands.core.protocols import Batch, Finishes, Serves, Strategy, Transport, Weights
+from manyhands.core.meeting import meet
+from manyhands.core.protocols import Batch, Finishes, Rests, Saves, Serves, Strategy, Transport, Weights
+from manyhands.core.saving import Snapshot, own, section, under
 from manyhands.core.task import Task
 from manyhands.core.worker import Worker
 
@@ -30,12 +36,17 @@ class Job:
 
     task: Task
     strategy: Strategy
-    budget: Budget
-    batches: Callable[[Transport], Iterator[Batch]]
+    segments: Sequence[Segment]
+    batches: Callable[[Transport, int], Iterator[Batch]]
+    """A rank's mini-batches, from a position on."""
     observe: Callable[[Line], None]
     seed: int
     steps: int
     batch_size: int
+    save: Callable[[Snapshot], None] | None = None
+    """Called on the lead when the run is stopped, and after every segment if there are several to be saved."""
+    saves_segments: bool = True
+    resume: Snapshot | None = None
 
     def model(self) -> nn.Module:
         """This rank's own model; a model of sizes only can be one for all."""
@@ -61,20 +72,35 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     """The main program of one rank."""
     w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, batch_size=job.batch_size)
     strategy = copy.deepcopy(job.strategy)
+    if job.resume is not None:
+        _load(w, job.resume)
     if isinstance(strategy, Serves) and transport.role == "server":
         strategy.serve(w)
         return _leave(transport, Outcome(transport.now()))
     strategy.setup(w)
-    batches = job.batches(transport)
-    while job.budget.grant(transport):
-        loss = strategy.step(w, next(batches))
-        w.step += 1
-        job.observe(_line(w, loss))
+    if job.resume is not None and isinstance(strategy, Saves):
+        strategy.restore(w, job.resume.state)
+    _train(job, w, strategy)
     if isinstance(strategy, Finishes):
         strategy.finish(w)
     seconds = transport.now()
     weights = strategy.answer(w)
     return _leave(transport, Outcome(seconds, weights, average_buffers(w)))
+
+
+def _train(job: Job, w: Worker, strategy: Strategy) -> None:
+    """Segment after segment."""
+    batches = job.batches(w.transport, w.step)
+    for segment in job.segments:
+        while segment.budget.grant(w.transport):
+            loss = strategy.step(w, next(batches))
+            w.step += 1
+            job.observe(_line(w, loss))
+        stopped = segment.budget.stopped
+        if job.save is not None and (job.saves_segments or stopped):
+            _save(job.save, None if stopped else segment.stop, w, strategy)
+        if stopped:
+            return
 
 
 def _leave(transport: Transport, outcome: Outcome) -> Outcome:
@@ -96,12 +122,72 @@ def _line(w: Worker, loss: float | None) -> Line:
     }
 
 
+# -- checkpoints ---------------------------------------------------------------------------------------
+
+
+def _save(save: Callable[[Snapshot], None], step: int | None, w: Worker, strategy: Strategy) -> None:
+    """Everyone rests, the lead saves, everyone goes on. Without a `step` it is as far as the workers have come."""
+    if isinstance(strategy, Rests):
+        strategy.rest(w)
+    state = strategy.state(w) if isinstance(strategy, Saves) else None
+    weights = strategy.answer(w)
+    named = _buffers(w)
+    gathered = gather(w, (w.step, *named), tuple(named.values()))
+    if state is not None and weights is not None and gathered is not None:
+        positions = {rank: meta[0] for rank, (meta, _) in gathered.items()}
+        buffers = {rank: (meta[1:], tensors) for rank, (meta, tensors) in gathered.items()}
+        for rank, (names, tensors) in buffers.items():
+            state |= under(f"worker{rank}/buffer", dict(zip(names, tensors, strict=True)))
+        if step is None:
+            taken = list(positions.values())
+            step = max(taken) if strategy.lockstep else sum(taken) // len(w.workers)
+        save(Snapshot(step, weights, _merged(buffers), state, positions))
+    meet(w)
+    _draw_anew(w)
+    if isinstance(strategy, Rests):
+        strategy.go_on(w)
+
+
+@torch.no_grad()
+def _load(w: Worker, snapshot: Snapshot) -> None:
+    """The model and the worker as they were; its own buffers, or everyone's mean if it is new."""
+    parameters, buffers = dict(w.model.named_parameters()), dict(w.model.named_buffers())
+    _refuse_misfit(parameters, snapshot.weights)
+    _refuse_misfit(buffers, snapshot.buffers)
+    saved = {**snapshot.weights, **snapshot.buffers, **section(own(w, snapshot.state), "buffer")}
+    for name, x in {**parameters, **buffers}.items():
+        x.copy_(saved[name])
+    w.step = snapshot.positions.get(w.rank, snapshot.step)
+    _draw_anew(w)
+
+
+def _refuse_misfit(mine: Weights, saved: Weights) -> None:
+    shapes, given = ({name: tuple(x.shape) for name, x in some.items()} for some in (mine, saved))
+    for name in sorted(shapes.keys() | given.keys()):
+        if shapes.get(name) != given.get(name):
+            has, had = (some.get(name, "missing") for some in (shapes, given))
+            raise Refused(f"{name} is {has} in the model, but must be {had} as in the checkpoint")
+
+
+def _draw_anew(w: Worker) -> None:
+    """Let a worker's random choices depend on where it is, not on how it came there."""
+    w.random.seed(f"{w.seed}/{w.rank}/{w.step}")
+
+
+# -- buffers -------------------------------------------------------------------------------------------
+
+
+def _buffers(w: Worker) -> dict[str, Tensor]:
+    """The buffers of what this worker trains."""
+    mine = {id(buffer) for buffer in w.trains.buffers()}
+    return {name: b for name, b in w.model.named_buffers() if id(b) in mine}
+
+
 def average_buffers(w: Worker) -> Weights | None:
     """Float buffers (BatchNorm's statistics) averaged over the workers that train them; of integers the maximum."""
-    mine = {id(buffer) for buffer in w.trains.buffers()}
-    named = {name: b for name, b in w.model.named_buffers() if id(b) in mine}
     if not any(True for _ in w.model.buffers()) or w.task.sizes_only:
         return {}
+    named = _buffers(w)
     gathered = gather(w, tuple(named), tuple(named.values()))
     if gathered is None:
         return None

@@ -31,19 +31,43 @@ Meta = tuple[Any, ...]
 """The small part of a message: numbers and strings."""
 
 
-class Tag(NamedTuple):
-    """What a message is about. `key` tells messages of one kind apart (a mini-batch, a round)."""
-
+class _Tag(NamedTuple):
     name: str
-    key: int = 0
-    credit: int = 2
+    key: int
+    credit: int
+    carries: str
+
+
+class Tag(_Tag):
+    """What a message is about. `key` tells messages of one kind apart (a mini-batch, a round).
+
+    `carries` says what may come with it: "nothing", "floats" (vectors of floating-point numbers), "vectors" (of any
+    numbers) or "tensors" (of any shape). A real link takes in only tags that exist here already and what they may
+    carry, so make tags at the top of a file. What follows a colon in a name may be made up later.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, name: str, key: int = 0, credit: int = 2, carries: str = "tensors") -> Tag:
+        KNOWN_TAGS[name] = carries
+        return super().__new__(cls, name, key, credit, carries)
 
     def of(self, key: int) -> Tag:
         """The same kind of message, for another key."""
-        return Tag(self.name, key, self.credit)
+        name, _, credit, carries = self
+        return tuple.__new__(Tag, (name, key, credit, carries))
 
     def __str__(self) -> str:
         return f"{self.name}[{self.key}]" if self.key else self.name
+
+
+KNOWN_TAGS: dict[str, str] = {}
+"""The names of all tags of this process, and what they may carry."""
+
+
+def carried_by(name: str) -> str | None:
+    """What a tag of this name may carry; None if there is no such tag."""
+    return KNOWN_TAGS.get(name) or KNOWN_TAGS.get(name.partition(":")[0])
 
 
 class Message(Protocol):
@@ -88,6 +112,8 @@ class Transport(Protocol):
     """The role of every rank: workers first, then servers."""
     bytes_sent: int
     """Bytes of tensors this rank has sent to others."""
+    plays: bool
+    """Whether computing takes no time here by itself and has to be played with `spend`."""
 
     def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False) -> None:
         """Lend `tensors` to rank `to`. With `latest` an unread message of this lane is replaced."""
@@ -272,3 +298,42 @@ class Serves(Protocol):
 
     def serve(self, w: Worker) -> None:
         """The main program of a server rank."""
+
+
+# -- what a checkpoint needs ---------------------------------------------------------------------------
+
+Saved = dict[str, Tensor]
+"""State by name, in the coordinates of the parameters, so that another number of ranks can go on from it."""
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A rule that keeps its memory itself ("owner" in `needs`) and can hand it over."""
+
+    def memory_of(self, weights: Tensor) -> State:
+        """What it remembers of these weights; what is not shaped like them cannot be cut."""
+
+    def remember(self, weights: Tensor, state: State) -> None:
+        """Remember this of these weights."""
+
+
+@runtime_checkable
+class Saves(Protocol):
+    """A strategy whose runs can be saved and resumed."""
+
+    def state(self, w: Worker) -> Saved | None:
+        """All that `answer` does not tell, on the leading rank; every worker takes part, and everyone rests."""
+
+    def restore(self, w: Worker, saved: Saved) -> None:
+        """Go on from it: every worker, right after `setup` with the saved answer as the model's weights."""
+
+
+@runtime_checkable
+class Rests(Protocol):
+    """A strategy that cannot be saved between any two steps."""
+
+    def rest(self, w: Worker) -> None:
+        """Finish what is in flight, so that nothing moves any more once every worker has said so."""
+
+    def go_on(self, w: Worker) -> None:
+        """Begin again, as a resumed run would."""

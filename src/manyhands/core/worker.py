@@ -2,7 +2,7 @@
 
 In virtual time forward and backward run at once and are then *played*: the clock moves by the forward
 pass, then by each bucket's share of the backward pass, and after each bucket `fired(bucket)` is called,
-so that a method may send it while the rest is still being computed.
+so that a method may send it while the rest is still being computed. Among real processes it is called then.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import Diverged, Refused
+from manyhands.core.firing import Firing
 from manyhands.core.flat import Flat, Span
 from manyhands.core.protocols import Batch, Transport
 from manyhands.core.task import Task
@@ -89,7 +90,10 @@ class Worker:
 
     def gradient(self, batch: Batch, fired: Callable[[Span], None] | None = None) -> float:
         """The loss of a mini-batch; its gradient is in the flat gradient afterwards."""
-        loss = math.nan if self.task.sizes_only else self._run(batch)
+        live = fired if not self.transport.plays else None
+        loss = math.nan if self.task.sizes_only else self._run(batch, live)
+        if not self.transport.plays:
+            return loss
         seconds = self.seconds(len(batch[0]) if batch else self.batch_size)
         if fired is None:
             self.transport.spend(seconds)
@@ -100,13 +104,16 @@ class Worker:
             fired(bucket)
         return loss
 
-    def _run(self, batch: Batch) -> float:
+    def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
         self.seed_torch()
-        self.flat.open()
+        firing = Firing(self.flat.buckets(), self.flat.places, fired) if fired else None
+        self.flat.open(None if firing is None else firing.arrived)
         loss = self.task.loss_of(self.model, batch)
         value = self.checked(loss)
         loss.backward()  # type: ignore[no-untyped-call]
         self.flat.close()
+        if firing is not None:
+            firing.finish()
         return value
 
     def seed_torch(self, key: int = 0) -> None:

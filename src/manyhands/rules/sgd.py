@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
 from manyhands.core.protocols import At, State
 from manyhands.rules.rate import Rate, check_rate, rate_at
+
+ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
+"""To multiply with where torch insists on a second factor."""
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,11 @@ class Sgd:
         if self.weight_decay:
             g.add_(at.weights, alpha=self.weight_decay)
         return g.mul_(-rate_at(self.lr, at))
+
+    def can_move(self, weights: Tensor) -> bool:
+        """Decay needs a pass of its own; in half precision torch would not round η g before it adds."""
+        return not self.weight_decay and weights.is_cpu and weights.dtype in ONE
+
+    def move(self, g: Tensor, at: At) -> None:
+        """w <- w + (-η g) · 1, which rounds the product before adding, unlike `add_` with alpha, which fuses."""
+        at.weights.addcmul_(g, ONE[g.dtype], value=-rate_at(self.lr, at))

@@ -13,7 +13,7 @@ number, the count of batches drawn, and a resumed run goes on from it at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +34,18 @@ class Share:
         size: how many ranks share the data set.
         batch_size: samples per mini-batch.
         seed: with the rank, decides the order of every pass.
+        put_together: makes a mini-batch of a list of samples; by default a tuple of tensors, or it is refused.
     """
 
-    def __init__(self, dataset: Any, rank: int, size: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        rank: int,
+        size: int,
+        batch_size: int,
+        seed: int,
+        put_together: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
         samples = len(dataset)
         refuse_unless(batch_size >= 1, "batch_size", batch_size, ">= 1")
         refuse_unless(size >= 1, "size", size, ">= 1")
@@ -49,7 +58,8 @@ class Share:
         self.batch_size = batch_size
         self.seed = seed
         self.owned = len(range(rank, samples, size))
-        self._tensors = tensors_of(dataset)
+        self._put_together = put_together or collate
+        self._tensors = tensors_of(dataset) if put_together is None else None
         self._pass = -1
         self._order = torch.empty(0, dtype=torch.long)
         self._position = 0
@@ -64,13 +74,13 @@ class Share:
         refuse_unless(batches >= 0, "position", batches, ">= 0")
         self._position = batches
 
-    def next_batch(self) -> Batch:
+    def next_batch(self) -> Any:
         """Draw the next mini-batch."""
         index = self._next_index()
         if self._tensors is not None:
             batch = tuple(field[index] for field in self._tensors)
         else:
-            batch = collate([self.dataset[i] for i in index.tolist()])
+            batch = self._put_together([self.dataset[i] for i in index.tolist()])
         self._position += 1
         return batch
 

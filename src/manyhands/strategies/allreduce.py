@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from manyhands.core.flat import Span
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Rule, Tag, Weights, recv
+from manyhands.core.protocols import At, Batch, Rule, Saved, Tag, Weights, recv
+from manyhands.core.saving import join, pieces, restore, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
 
@@ -89,3 +90,11 @@ class AllReduce:
     def answer(self, w: Worker) -> Weights | None:
         """All replicas are equal."""
         return w.named() if w.rank == w.lead else None
+
+    def state(self, w: Worker) -> Saved | None:
+        """What the rule remembers, which is the same on every worker."""
+        return under("rule", join(pieces(self.held, w.flat.places))) if w.rank == w.lead else None
+
+    def restore(self, w: Worker, saved: Saved) -> None:
+        """The same for everyone, whatever their number."""
+        restore(self.held, w.flat.places, section(saved, "rule"))

@@ -25,7 +25,8 @@ from manyhands.consistency import Free
 from manyhands.core.errors import refuse_unless
 from manyhands.core.gather import gather
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Rule, Weights
+from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
+from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
 from manyhands.topology.servers import Sharding, check_servers, connect, read_outcome, serve
@@ -133,4 +134,32 @@ class Elastic:
             return None
         if not self.asynchronous:
             return w.named(self.center)
-        return w.named() if read_outcome(w, self.lanes) else None
+        x = [part.weights.clone() for part in w.flat.parts]
+        center = w.named() if read_outcome(w, self.lanes) else None
+        place(w.flat.places, [part.weights for part in w.flat.parts], named(w.flat.places, x))
+        return center
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def rest(self, w: Worker) -> None:
+        """Asynchronous: let the shards of the centre know, so that it can be read."""
+        if self.asynchronous:
+            for lane in self.lanes:
+                lane.rest()
+
+    def go_on(self, w: Worker) -> None:
+        """Asynchronous: come back to the shards."""
+        if self.asynchronous:
+            for lane in self.lanes:
+                lane.join()
+
+    def state(self, w: Worker) -> Saved | None:
+        """Every worker's x, and what its rule remembers."""
+        x = named(w.flat.places, [part.weights for part in w.flat.parts])
+        return collect(w, under("x", x) | under("rule", join(pieces(self.held, w.flat.places))))
+
+    def restore(self, w: Worker, saved: Saved) -> None:
+        """Each its own; a new worker begins at the centre with a fresh rule."""
+        if mine := own(w, saved):
+            place(w.flat.places, [part.weights for part in w.flat.parts], section(mine, "x"))
+            restore(self.held, w.flat.places, section(mine, "rule"))

@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from manyhands.core.errors import PeerLost
 from manyhands.core.gather import gather, mean
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Message, Rule, Tag, Weights, recv
+from manyhands.core.meeting import meet
+from manyhands.core.protocols import At, Batch, Message, Rule, Saved, Tag, Weights, recv
+from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.peers import neighbours, sides
 
@@ -165,3 +167,26 @@ class Pairwise:
         """The mean of everyone's x."""
         gathered = gather(w, (), self.x)
         return None if gathered is None else w.named(mean(gathered))
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def rest(self, w: Worker) -> None:
+        """As at the end: nobody averages any more once all have taken their step."""
+        self.finish(w)
+
+    def go_on(self, w: Worker) -> None:
+        """Compute on x as it is now, not as it was after the last own step."""
+        place(w.flat.places, [part.weights for part in w.flat.parts], named(w.flat.places, self.x))
+
+    def state(self, w: Worker) -> Saved | None:
+        """Every worker's x, and what its rule remembers."""
+        rule = join(pieces(self.held, w.flat.places))
+        return collect(w, under("x", named(w.flat.places, self.x)) | under("rule", rule))
+
+    def restore(self, w: Worker, saved: Saved) -> None:
+        """Each its own, before anybody averages; a new worker begins at the mean with a fresh rule."""
+        if mine := own(w, saved):
+            place(w.flat.places, self.x, section(mine, "x"))
+            restore(self.held, w.flat.places, section(mine, "rule"))
+            self.go_on(w)
+        meet(w)

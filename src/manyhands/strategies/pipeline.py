@@ -23,13 +23,16 @@ from torch import Tensor, nn
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather, need_all
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Message, Rule, Tag, Weights, recv
+from manyhands.core.protocols import At, Batch, Message, Rule, Saved, Tag, Weights, recv
+from manyhands.core.saving import join, pieces, restore, section, under
 from manyhands.core.stage import Stage
 from manyhands.core.worker import Worker
 from manyhands.splits.layers import stages
 from manyhands.splits.schedules import in_flight
 from manyhands.splits.schedules.timeline import Action, Rows
 from manyhands.splits.versions import Latest, Stash
+
+ACTIVATION, ERROR = Tag("activation"), Tag("error")
 
 
 @dataclass
@@ -73,15 +76,20 @@ class Pipeline:
         self.stage = Stage(w, w.trains)
         self.held = replica(w.flat, self.rule)
         self.stash = self.versions()
-        self.row = self.schedule(len(w.workers), self.micro_batches or w.steps)[self.place]
         depth = max(in_flight(row) for row in self.schedule(len(w.workers), self.micro_batches or len(w.workers)))
-        self.activation, self.error = Tag("activation", credit=depth + 1), Tag("error", credit=depth + 1)
-        self.next_action = 0
+        self.activation, self.error = ACTIVATION._replace(credit=depth + 1), ERROR._replace(credit=depth + 1)
+        self.fill(w)
         self.data: dict[int, Batch] = {}
         self.borrowed: dict[int, Message] = {}
         self.losses: dict[int, Tensor] = {}
         self.loss: float | None = None
         w.flat.open()
+
+    def fill(self, w: Worker) -> None:
+        """The stage's row of the schedule; streaming: for all mini-batches that are still to come."""
+        first, count = (w.step, w.steps - w.step) if self.micro_batches is None else (0, self.micro_batches)
+        self.row = [(op, first + m) for op, m in self.schedule(len(w.workers), count)[self.place]]
+        self.next_action = 0
 
     def step(self, w: Worker, batch: Batch) -> float | None:
         """Let one mini-batch in; play what the schedule has up to the next one."""
@@ -171,3 +179,28 @@ class Pipeline:
             for name, x in zip(stage_names, tensors, strict=True):
                 whole[name] = x.view(whole[name].shape)
         return {name: x.detach().clone() for name, x in whole.items()}
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def rest(self, w: Worker) -> None:
+        """Drain: the backward passes of the mini-batches that were let in."""
+        for action in [(op, m) for op, m in self.row[self.next_action :] if m < w.step]:
+            self.act(w, action)
+
+    def go_on(self, w: Worker) -> None:
+        """Fill the pipeline again; what flushes does so with every mini-batch."""
+        if self.micro_batches is None:
+            self.fill(w)
+
+    def state(self, w: Worker) -> Saved | None:
+        """What the rules of all stages remember, by parameter."""
+        mine = join(pieces(self.held, w.flat.places))
+        gathered = gather(w, tuple(mine), tuple(mine.values()))
+        if gathered is None:
+            return None
+        need_all(w, gathered)
+        return under("rule", {n: x for names, xs in gathered.values() for n, x in zip(names, xs, strict=True)})
+
+    def restore(self, w: Worker, saved: Saved) -> None:
+        """Of all stages' state what this stage needs, wherever the cuts were."""
+        restore(self.held, w.flat.places, section(saved, "rule"))

@@ -29,7 +29,9 @@ from manyhands.codecs import Raw
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather
-from manyhands.core.protocols import Batch, Codec, Consistency, Rule, Weights
+from manyhands.core.meeting import meet
+from manyhands.core.protocols import Batch, Codec, Consistency, Rule, Saved, Weights
+from manyhands.core.saving import add, collect, inherited, join, named, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.servers import Lane, Sharding, check_servers, connect, read_outcome, serve
 
@@ -154,3 +156,59 @@ class Server:
         if gather(w) is None or not read_outcome(w, self.lanes):
             return None
         return w.named()
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def rest(self, w: Worker) -> None:
+        """Let the shards know, so that nobody waits for us; what is accrued stays with us."""
+        for lane in self.lanes:
+            lane.rest()
+
+    def go_on(self, w: Worker) -> None:
+        """Come back to all shards, all at the same clock, then read as a resumed run does."""
+        for lane in self.lanes:
+            lane.join()
+        self.begin_again(w)
+
+    def begin_again(self, w: Worker) -> None:
+        """Nobody pushes before all are there; local steps since the last fetch are given up."""
+        meet(w)
+        if self.prefetch or w.step % self.fetch_every:
+            self.pull(w)
+
+    def state(self, w: Worker) -> Saved | None:
+        """Every worker's codec memory and what it has not pushed; what the shards remember."""
+        mine = under("memory", named(w.flat.places, self.remainders()) if self.remainders() else {})
+        if self.accrued is not None:
+            touched = [place for place in w.flat.places if place.mark not in self.untouched]
+            mine |= under("accrued", named(touched, self.accrued))
+        saved = collect(w, mine)
+        if saved is None:
+            return None
+        return saved | under("rule", join(piece for lane in self.lanes for piece in lane.state()))
+
+    def remainders(self) -> list[Tensor]:
+        """The codec's memory; empty if it has none."""
+        return [x for x in self.memory if x is not None]
+
+    def restore(self, w: Worker, saved: Saved) -> None:
+        """The lead tells the shards; memory and gradients of workers that are gone go to those that are left."""
+        if w.rank == w.lead:
+            for lane in self.lanes:
+                lane.restore(section(saved, "rule"))
+        for old in inherited(w, saved):
+            self.inherit(w, old)
+        self.begin_again(w)
+
+    def inherit(self, w: Worker, old: Saved) -> None:
+        """Take over what a worker had not got rid of."""
+        accrued = section(old, "accrued")
+        if self.remainders():
+            add(w.flat.places, self.remainders(), section(old, "memory"))
+        if accrued:
+            self.simple = False
+            if self.accrued is None:
+                self.accrued = [torch.zeros_like(part.grad) for part in w.flat.parts]
+                self.untouched = frozenset(place.mark for place in w.flat.places)
+            add(w.flat.places, self.accrued, accrued)
+            self.untouched -= {place.mark for place in w.flat.places if place.name in accrued}

@@ -19,7 +19,8 @@ import torch
 
 from manyhands.core.gather import gather
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Rule, Weights
+from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
+from manyhands.core.saving import collect, join, own, pieces, restore, section, under
 from manyhands.core.worker import Worker
 
 
@@ -62,3 +63,12 @@ class SharedMemory:
     def answer(self, w: Worker) -> Weights | None:
         """The shared weights, once everyone has stopped writing."""
         return None if gather(w) is None else w.named()
+
+    def state(self, w: Worker) -> Saved | None:
+        """What each worker's rule remembers."""
+        return collect(w, under("rule", join(pieces(self.held, w.flat.places))))
+
+    def restore(self, w: Worker, saved: Saved) -> None:
+        """Each its own; a new worker's rule begins fresh."""
+        if mine := own(w, saved):
+            restore(self.held, w.flat.places, section(mine, "rule"))

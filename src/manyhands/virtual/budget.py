@@ -11,6 +11,8 @@ _NOTHING = Tag("nothing")
 class Common:
     """All workers draw from one number of mini-batches."""
 
+    stopped = False
+
     def __init__(self, batches: int) -> None:
         self._left = batches
 
@@ -22,6 +24,8 @@ class Common:
 
 class Prescribed:
     """Each worker gets as many mini-batches as the order of events names it; in `turns` also only then."""
+
+    stopped = False
 
     def __init__(self, cluster: Cluster) -> None:
         events = cluster.order if cluster.turns is None else cluster.turns

@@ -30,11 +30,6 @@ _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torc
 _inference, _grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
 
 
-def inside_backward() -> bool:
-    """Whether autograd is running on this thread right now."""
-    return _graph_task() != -1
-
-
 def leaking_mode() -> str | None:
     """The thread-local torch mode, if any, that another rank would inherit at a switch."""
     if _graph_task() != -1:

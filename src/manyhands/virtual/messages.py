@@ -1,44 +1,16 @@
-"""Messages and lanes of the virtual world: lending and credit, checked.
-
-A tensor that was sent belongs to its receiver until released. Here the sender could still write into
-it, and nothing would tell; so a message remembers the tensor's version when it was sent. Views share
-one version with their base, so for them the content is remembered too, as a checksum.
-"""
+"""Messages and lanes of the virtual world: lending and credit, checked."""
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from manyhands.core.errors import ChangedInFlight
+from manyhands.core.lending import Seal
 from manyhands.core.protocols import Meta, Tag
 from manyhands.virtual.kernel import Activity, Kernel
-
-
-def _checksum(x: Tensor) -> int:
-    return zlib.crc32(memoryview(x.detach().reshape(-1).contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
-
-
-class Seal:
-    """What a lent tensor looked like."""
-
-    __slots__ = ("_checksum", "_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-        view = tensor._base is not None or tensor.untyped_storage().nbytes() != tensor.nbytes
-        self._checksum = _checksum(tensor) if view and not tensor.is_meta else None
-
-    def broken(self) -> bool:
-        """Whether somebody wrote into it since."""
-        if self._tensor._version == self._version or self._tensor.is_meta:
-            return False
-        return self._checksum is None or _checksum(self._tensor) != self._checksum
 
 
 class Lane:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import ManyhandsError, MayNotWait, PeerLost, refuse_unless
+from manyhands.core.lending import inside_backward
 from manyhands.core.protocols import ANY, Collective, Meta, Tag
-from manyhands.virtual.kernel import Activity, inside_backward
+from manyhands.virtual.kernel import Activity
 from manyhands.virtual.messages import Lane, VirtualMessage
 from manyhands.virtual.native import Native
 
@@ -46,6 +47,8 @@ class Waiter:
 
 class VirtualTransport:
     """One rank of a virtual cluster."""
+
+    plays = True
 
     def __init__(self, world: World, rank: int, speed: float) -> None:
         self.rank = rank

@@ -27,6 +27,8 @@ from torch import Tensor
 from manyhands.core.errors import ManyhandsError, refuse_unless
 from manyhands.core.protocols import Message, Tag, Transport, recv
 
+KIND = Tag("collective", carries="vectors")
+
 
 class Group:
     """One rank's view of a group; each rank makes the same calls in the same order, one at a time."""
@@ -38,7 +40,7 @@ class Group:
         self.transport = transport
         self.label = blake2b(",".join(map(str, self.ranks)).encode(), digest_size=4).hexdigest()
         """Names the group in a few letters."""
-        self._tag = Tag(f"{name}:{self.label}")
+        self._tag = Tag(f"{KIND.name}:{name}:{self.label}", carries=KIND.carries)
 
     def begin(self, x: Tensor) -> Tensor:
         """Start a call; returns `x` as the algorithm may write it."""

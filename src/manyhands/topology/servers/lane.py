@@ -8,6 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from manyhands.core.flat import Span
+from manyhands.core.protocols import Saved
+from manyhands.core.saving import Piece
 from manyhands.topology.servers.shard import Payload
 
 
@@ -33,5 +35,17 @@ class Lane(Protocol):
     def done(self) -> None:
         """This worker will not come again."""
 
+    def rest(self) -> None:
+        """This worker will not come again before it joins."""
+
+    def join(self) -> None:
+        """This worker is back; it may come as soon as all others are back too."""
+
+    def state(self) -> list[Piece]:
+        """What the shard remembers, once every worker rests."""
+
+    def restore(self, saved: Saved) -> None:
+        """Let the shard remember what was saved; nobody may have pushed yet."""
+
     def final(self, into: Sequence[Tensor]) -> None:
-        """Read the weights once every worker is done."""
+        """Read the weights once every worker is done or rests."""

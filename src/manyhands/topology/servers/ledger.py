@@ -83,6 +83,10 @@ class Ledger:
         """How many gradients have come in."""
         return self._head[_PUSHES]
 
+    @pushes.setter
+    def pushes(self, value: int) -> None:
+        self._head[_PUSHES] = value
+
     @property
     def pending(self) -> int:
         """How many of them have not been applied."""
@@ -119,6 +123,17 @@ class Ledger:
         self._head[_LEFT_BEHIND] += self.waiting[i]
         self.parked[i] = 0
         return self._move(i, NEVER)
+
+    def join(self, i: int) -> None:
+        """Worker `i` is back, at the slowest clock; the first one begins at 0 again."""
+        if self.clock[i] != NEVER:
+            return
+        if not self.alive:
+            self._head[_SLOWEST] = self._head[_AT_SLOWEST] = 0
+        self.clock[i] = self.slowest
+        self._head[_AT_SLOWEST] += 1
+        self._head[_ALIVE] += 1
+        self._head[_LEFT_BEHIND] -= self.waiting[i]
 
     def _move(self, i: int, clock: int) -> bool:
         was_slowest = self.clock[i] == self.slowest

@@ -6,6 +6,13 @@ worker                          keeper
   PUSH (version seen) ---------->  push: apply, free the parked
   DONE  ------------------------>  leave
   FINAL ------------------------>  answered when all are done
+
+Around a checkpoint workers rest: they have left, but will be back.
+
+  REST  ------------------------>  leave
+  FINAL, SAVE ------------------>  answered when all rest: the weights, STATE
+  JOIN  ------------------------>  back at the slowest clock, answered READY
+  RESTORE ---------------------->  remember what was saved, answered READY
 """
 
 from __future__ import annotations
@@ -17,12 +24,19 @@ from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
-from manyhands.core.protocols import Codec, Message, Tag, recv
+from manyhands.core.protocols import Codec, Message, Saved, Tag, recv
+from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.shard import Payload, Shard
 
 ASK, WEIGHTS, PUSH, DONE, FINAL = Tag("ask"), Tag("weights"), Tag("push"), Tag("done"), Tag("final")
 EXCHANGE, MOVED = Tag("exchange"), Tag("moved")
+REST, JOIN, READY = Tag("rest", carries="nothing"), Tag("join", carries="nothing"), Tag("ready", carries="nothing")
+SAVE, STATE, RESTORE = Tag("save", carries="nothing"), Tag("state"), Tag("restore")
+
+AT_WORK = PUSH, ASK, EXCHANGE, DONE, REST, JOIN, RESTORE
+AT_REST = FINAL, SAVE
+"""What a keeper answers at any time, and what it answers only while everyone rests."""
 
 
 class LentInbox:
@@ -56,12 +70,13 @@ class Keeper:
         self._shard = shard
         self._keepers = keepers
         self._number = {rank: i for i, rank in enumerate(w.workers)}
+        self._resting: set[int] = set()
 
     def serve(self) -> None:
         """Answer workers until all are done, then the one who reads the outcome."""
-        while self._shard.ledger.alive:
+        while (alive := self._shard.ledger.alive) or self._resting:
             try:
-                message = recv(self._t, PUSH, ASK, EXCHANGE, DONE)
+                message = recv(self._t, *AT_WORK, *(() if alive else AT_REST))
             except PeerLost as loss:
                 self._lose(loss)
             else:
@@ -72,6 +87,7 @@ class Keeper:
         if loss.rank in self._keepers:
             raise loss
         if loss.rank in self._number:
+            self._resting.discard(self._number[loss.rank])
             self._answer(self._shard.lose(self._number[loss.rank], loss))
 
     def _serve_reader(self) -> None:
@@ -102,8 +118,30 @@ class Keeper:
             moves = shard.exchange(message.tensors, message.meta[0])
             message.release()
             self._t.send(message.frm, MOVED, (), moves)
-        else:
+        elif tag == DONE:
             self._answer(shard.leave(i))
+        else:
+            self._handle_checkpoint(message, i)
+
+    def _handle_checkpoint(self, message: Message, i: int) -> None:
+        shard, tag = self._shard, message.tag
+        if tag == REST:
+            self._resting.add(i)
+            self._answer(shard.leave(i))
+        elif tag == FINAL:
+            self._send_weights(message.frm)
+        elif tag == SAVE:
+            found = shard.pieces(self._w.flat.places)
+            names, starts = tuple(piece.name for piece in found), tuple(piece.start for piece in found)
+            self._t.send(message.frm, STATE, (names, starts), [piece.values for piece in found])
+        else:
+            if tag == JOIN:
+                self._resting.discard(i)
+                shard.ledger.join(i)
+            else:
+                shard.restore(self._w.flat.places, dict(zip(message.meta, message.tensors, strict=True)))
+                message.release()
+            self._t.send(message.frm, READY)
 
     def _answer(self, admitted: list[int]) -> None:
         for i in admitted:
@@ -124,6 +162,7 @@ class MessageLane:
         self.spans = spans
         self.lag = 0
         self._t = w.transport
+        self._places = w.flat.places
         self._keeper = keeper
         self._version = 0
 
@@ -147,6 +186,25 @@ class MessageLane:
     def done(self) -> None:
         self._t.send(self._keeper, DONE)
 
+    def rest(self) -> None:
+        self._t.send(self._keeper, REST)
+
+    def join(self) -> None:
+        self._t.send(self._keeper, JOIN)
+        recv(self._t, READY, frm=self._keeper)
+
+    def state(self) -> list[Piece]:
+        self._t.send(self._keeper, SAVE)
+        message = recv(self._t, STATE, frm=self._keeper)
+        names, starts = message.meta
+        return [Piece(*one) for one in zip(names, starts, message.keep(), strict=True)]
+
+    def restore(self, saved: Saved) -> None:
+        mine = {place.name for place in self._places if any(_overlap(place.span, span) for span in self.spans)} | {""}
+        wanted = {name: value for name, value in saved.items() if name.rpartition("/")[0] in mine}
+        self._t.send(self._keeper, RESTORE, tuple(wanted), tuple(wanted.values()))
+        recv(self._t, READY, frm=self._keeper)
+
     def final(self, into: Sequence[Tensor]) -> None:
         self._t.send(self._keeper, FINAL)
         self.pull(into)
@@ -157,6 +215,11 @@ def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
     for x, y in zip(tensors, into, strict=True):
         if not y.is_meta:
             y.copy_(x)
+
+
+def _overlap(one: Span, other: Span) -> bool:
+    """Whether two spans have something in common."""
+    return one.part == other.part and one.start < other.stop and other.start < one.stop
 
 
 def _regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Sequence[Tensor]]:

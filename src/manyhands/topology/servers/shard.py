@@ -12,46 +12,86 @@ the order of ranks, so a bulk result does not depend on who came first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from manyhands.core.errors import PeerLost
+from manyhands.core.flat import Place
 from manyhands.core.holding import Holding
-from manyhands.core.protocols import At, Consistency
+from manyhands.core.protocols import At, Consistency, Saved
+from manyhands.core.saving import Piece, pieces, restore
 from manyhands.topology.servers.ledger import Ledger
 
 Payload = Sequence[Sequence[Tensor]]
 """An encoded gradient: for every span of a shard what its codec made of it."""
 
 
+SAMPLES = ":samples"
+"""How many samples have come in, among what a shard saves."""
+
+
 class Inbox(Protocol):
-    """Where pushed gradients lie until they are applied."""
+    """Where pushed gradients are until they are applied."""
 
     def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Take in what worker `i` pushed."""
 
+    def take(self, i: int) -> frozenset[int]:
+        """Worker `i`'s gradient is about to be applied: the parameters it had not touched."""
+
+
+class Lent(Inbox, Protocol):
+    """An inbox of gradients that go back to their senders with `take`."""
+
     def write(self, i: int, place: int, out: Tensor) -> None:
         """Write worker `i`'s gradient for the shard's `place`-th holding."""
 
-    def take(self, i: int) -> frozenset[int]:
-        """Worker `i`'s gradient has been read: give it back; the parameters it had not touched."""
+
+@runtime_checkable
+class Lying(Inbox, Protocol):
+    """An inbox of gradients that lie still until they have been applied."""
+
+    def gradients(self, group: list[int], place: int) -> list[Tensor]:
+        """The gradients of the workers `group` for the shard's `place`-th holding, to be read where they lie."""
+
+
+class Means:
+    """Of lent gradients, which go back before they are applied, the mean remains."""
+
+    def __init__(self, inbox: Lent, holdings: list[Holding], merges: bool) -> None:
+        self._inbox = inbox
+        self._sum = [torch.empty_like(h.weights) for h in holdings]
+        self._one = [torch.empty_like(h.weights) for h in holdings] if merges else []
+
+    @torch.no_grad()
+    def gradients(self, group: list[int], place: int) -> list[Tensor]:
+        """The mean of the gradients of `group`, summed in rank order."""
+        g = self._sum[place]
+        if not g.is_meta:
+            self._inbox.write(group[0], place, g)
+            for i in group[1:]:
+                self._inbox.write(i, place, self._one[place])
+                g.add_(self._one[place])
+            if len(group) > 1:
+                g.div_(len(group))
+        return [g]
 
 
 class Shard:
     """State and decisions of one server shard; workers are numbered from 0."""
 
     def __init__(
-        self, holdings: list[Holding], when: Consistency, ledger: Ledger, inbox: Inbox, batch_size: int
+        self, holdings: list[Holding], when: Consistency, ledger: Ledger, inbox: Lent | Lying, batch_size: int
     ) -> None:
         self.holdings = holdings
         self.when = when
         self.ledger = ledger
         self._inbox = inbox
         self._batch_size = batch_size
-        self._sum = [torch.empty_like(h.weights) for h in holdings]
-        self._one = [torch.empty_like(h.weights) for h in holdings] if when.merges else []
+        lying = inbox if isinstance(inbox, Lying) else Means(inbox, holdings, when.merges)
+        self._gradients = lying.gradients
         self.nbytes = sum(h.weights.nbytes for h in holdings)
 
     def pull(self, i: int) -> bool:
@@ -94,7 +134,7 @@ class Shard:
     @torch.no_grad()
     def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
         """The elastic move: pull the weights towards `xs` and say by how much."""
-        moves = [alpha * (x - h.weights) for x, h in zip(xs, self.holdings, strict=True)]
+        moves = [(x - h.weights).mul_(alpha) for x, h in zip(xs, self.holdings, strict=True)]
         for e, h in zip(moves, self.holdings, strict=True):
             h.weights.add_(e)
         self.ledger.version += 1
@@ -114,22 +154,24 @@ class Shard:
             ledger.parked[i] = 0
         return freed
 
-    @torch.no_grad()
     def _update(self, group: list[int]) -> None:
         """One update with the mean of the gradients of `group`, summed in rank order."""
-        for place, holding in enumerate(self.holdings):
-            if holding.weights.is_meta:
-                break
-            g = self._sum[place]
-            self._inbox.write(group[0], place, g)
-            for i in group[1:]:
-                self._inbox.write(i, place, self._one[place])
-                g.add_(self._one[place])
-            if len(group) > 1:
-                g.div_(len(group))
-        untouched = frozenset.intersection(*(self._inbox.take(i) for i in group))
+        gradients = [self._gradients(group, place) for place in range(len(self.holdings))]
+        untouched = frozenset.intersection(*[self._inbox.take(i) for i in group])
+        lag = max([self.ledger.lag[i] for i in group])
         samples = self.ledger.pushes * self._batch_size
-        for place, holding in enumerate(self.holdings):
-            lag = max(self.ledger.lag[i] for i in group)
+        for holding, gs in zip(self.holdings, gradients, strict=True):
             at = At(holding.weights, lag=lag, rank=group[0], count=len(group), samples=samples)
-            holding.update(self._sum[place], at, untouched)
+            holding.merge(gs, at, untouched)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def pieces(self, places: Sequence[Place]) -> list[Piece]:
+        """What the rule remembers here, and how many samples have come in."""
+        samples = torch.tensor(self.ledger.pushes * self._batch_size)
+        return [*pieces(self.holdings, places), Piece(SAMPLES, 0, samples)]
+
+    def restore(self, places: Sequence[Place], saved: Saved) -> None:
+        """Go on from there; the saved state may be that of the whole model."""
+        restore(self.holdings, places, saved)
+        self.ledger.pushes = int(saved[SAMPLES]) // self._batch_size

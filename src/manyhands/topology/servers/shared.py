@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
 from functools import partial
-from typing import cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from torch import Tensor
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.holding import Holding
-from manyhands.core.protocols import Codec, Consistency, Rule, Tag, recv
+from manyhands.core.protocols import Codec, Consistency, Rule, Saved, Tag, recv
+from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.shard import Payload, Shard
@@ -25,11 +26,23 @@ from manyhands.topology.servers.sharding import Shards
 WAKE = Tag("wake", credit=64)
 
 
+@runtime_checkable
+class Plain(Protocol):
+    """A codec whose payload holds the vector as it is."""
+
+    def plain(self, payload: Sequence[Tensor]) -> Tensor:
+        """The vector, to be read only."""
+
+
 class SharedInbox:
-    """Gradients lie decoded in shared memory, one stretch per worker; only merging needs them to stay."""
+    """A gradient that is applied at once is read where its worker has it.
+
+    One that has to wait for others is decoded into shared memory, a stretch per worker, where any of them can read it.
+    """
 
     def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codec: Codec, keeps: bool) -> None:
         self._codec = codec
+        self._plain = codec.plain if isinstance(codec, Plain) else None
         self._mine: tuple[Payload, frozenset[int]] = ((), frozenset())
         self._keeps = keeps
         workers = range(len(w.workers)) if keeps else ()
@@ -39,6 +52,7 @@ class SharedInbox:
             i: [shared(f"{name}.grad{i}.{n}", x.numel(), x.dtype) for n, x in enumerate(weights)] for i in workers
         }
         self._skipped = {i: shared(f"{name}.skip{i}", places, torch.uint8) for i in workers}
+        self._decoded = [] if keeps or self._plain else [torch.empty_like(x) for x in weights]
 
     def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Applied at once it is read where it is; otherwise it is written where others can read it."""
@@ -47,14 +61,18 @@ class SharedInbox:
             for tensors, out in zip(payload, self._grads[i], strict=True):
                 self._codec.decode(tensors, out)
             self._skipped[i].zero_()
-            self._skipped[i][list(untouched)] = 1
+            if untouched:
+                self._skipped[i][list(untouched)] = 1
 
-    def write(self, i: int, place: int, out: Tensor) -> None:
-        """From shared memory, or from the one payload there is."""
+    def gradients(self, group: list[int], place: int) -> list[Tensor]:
+        """From shared memory, or the one payload there is."""
         if self._keeps:
-            out.copy_(self._grads[i][place])
-        else:
-            self._codec.decode(self._mine[0][place], out)
+            return [self._grads[i][place] for i in group]
+        payload = self._mine[0][place]
+        if self._plain is not None:
+            return [self._plain(payload)]
+        self._codec.decode(payload, self._decoded[place])
+        return [self._decoded[place]]
 
     def take(self, i: int) -> frozenset[int]:
         """The parameters that were not touched."""
@@ -122,9 +140,8 @@ class SharedLane:
     def _read(self, into: Sequence[Tensor]) -> None:
         ledger = self._shard.ledger
         self._version, self.lag = ledger.version, ledger.lag[self._me]
-        with torch.no_grad():
-            for x, h in zip(into, self._shard.holdings, strict=True):
-                x.copy_(h.weights)
+        for x, h in zip(into, self._shard.holdings, strict=True):
+            x.copy_(h.weights)
         self._w.move(self._shard.nbytes)
 
     def push(self, payload: Payload, untouched: Sequence[int]) -> None:
@@ -147,6 +164,21 @@ class SharedLane:
     def final(self, into: Sequence[Tensor]) -> None:
         with self._t.lock(self._name):
             self._read(into)
+
+    def rest(self) -> None:
+        self.done()
+
+    def join(self) -> None:
+        with self._t.lock(self._name):
+            self._shard.ledger.join(self._me)
+
+    def state(self) -> list[Piece]:
+        with self._t.lock(self._name):
+            return self._shard.pieces(self._w.flat.places)
+
+    def restore(self, saved: Saved) -> None:
+        with self._t.lock(self._name):
+            self._shard.restore(self._w.flat.places, saved)
 
     def _lose(self, loss: PeerLost) -> None:
         """Tell every shard: a worker hears of a loss once, at whichever shard it waits."""

@@ -1,0 +1,39 @@
+"""Samples per second of ssp with 2 workers on one machine, as a share of no communication at all.
+
+mlp-shm      an MLP of 10 M parameters: moving the weights is what costs
+small-shm    an MLP of 9,600 parameters, 0.7 ms a step: every microsecond beside the tensors costs
+
+The peer is what everybody writes without communication: forward, backward, torch's SGD. Two processes run it at the
+same time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from _models import alone
+from _ranks import Commands, Side
+from _side_by_side import measure, speed
+
+from manyhands.core.errors import ManyhandsError
+from manyhands.report.progress import Progress
+
+
+def ours(link: str, model_name: str, commands: Commands) -> None:
+    """ssp over `link`, which is "shm"."""
+    raise ManyhandsError(f"ssp over {link} on {model_name}: there is no runtime for real processes yet")
+
+
+def run(progress: Progress) -> list[dict[str, Any]]:
+    """Both models; rounds are told in lines of their own, for `progress` counts samples."""
+    mlp = measure("ssp mlp", sides("mlp"), steps=5)
+    small = measure("ssp small", sides("small"), steps=500)
+    return [
+        speed("mlp-shm", mlp["shm"], mlp["alone"], ">= 0.80"),
+        speed("small-shm", small["shm"], small["alone"], ">= 0.80"),
+    ]
+
+
+def sides(model_name: str) -> list[Side]:
+    """No communication, and ours."""
+    return [Side("alone", alone, (model_name,)), Side("shm", ours, ("shm", model_name))]

@@ -1,0 +1,128 @@
+"""Push, update and pull of 100 MB with one worker and one server, against plain TCP sockets.
+
+shm-zero-copy-over-tcp      the worker reads the weights where they are: the peer's time over ours
+shm-copied-pull-over-tcp    the worker copies them, as asynchronous methods must
+tcp-over-sockets            our own TCP link, which also frames, checks and queues
+
+The peer is the shortest program that does it: `sendall` from and `recv_into` to memory allocated and touched once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from statistics import median
+from typing import Any
+
+import torch
+from _ranks import Commands, Side
+from _side_by_side import measure, say, speed
+from torch import Tensor
+
+from manyhands.core.errors import ManyhandsError
+from manyhands.report.progress import Progress
+
+NUMBERS = 25_000_000
+"""float32: 100 MB."""
+BUFFER = 1 << 20
+"""Bytes of the peer's socket buffers. With MSG_WAITALL it took 0.92 of the time that the kernel's own choice takes;
+256 KiB 0.96, 2 MiB 1.03, 4 MiB 1.04."""
+LEARNING_RATE = 0.01
+SERVER = 1
+"""The rank that holds the weights."""
+
+
+def zero_copy(commands: Commands) -> None:
+    """Through shared memory; the pull is a view of the weights."""
+    raise ManyhandsError("zero_copy: there is no runtime for real processes yet")
+
+
+def copied_pull(commands: Commands) -> None:
+    """Through shared memory; the pull is a copy under the lock."""
+    raise ManyhandsError("copied_pull: there is no runtime for real processes yet")
+
+
+def tcp(commands: Commands) -> None:
+    """Through our TCP link."""
+    raise ManyhandsError("tcp: there is no runtime for real processes yet")
+
+
+def sockets(commands: Commands) -> None:
+    """The peer."""
+    gradient, weights = torch.ones(NUMBERS), torch.ones(NUMBERS)
+    pushed, pulled = bytes_of(gradient), bytes_of(weights)
+    with connected() as link:
+
+        def exchange() -> None:
+            link.sendall(pushed)
+            fill(pulled, link)
+
+        def serve() -> None:
+            fill(pushed, link)
+            weights.add_(gradient, alpha=-LEARNING_RATE)
+            link.sendall(pulled)
+
+        commands.repeat(serve if here() == SERVER else exchange)
+
+
+def here() -> int:
+    """This process's rank."""
+    return int(os.environ["RANK"])
+
+
+def connected() -> socket.socket:
+    """The one connection between worker and server."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if here() != SERVER:
+        return _connect(address)
+    with _socket() as listener:
+        listener.bind(address)
+        listener.listen()
+        return listener.accept()[0]
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    """The server may still be starting; whoever waits too long is ended by the coordinator."""
+    while True:
+        link = _socket()
+        try:
+            link.connect(address)
+            return link
+        except ConnectionRefusedError:
+            link.close()
+            time.sleep(0.05)
+
+
+def _socket() -> socket.socket:
+    """With the buffers that were fastest; what a listener has, its connections inherit."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+    return made
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor."""
+    return tensor.numpy().data.cast("B")
+
+
+def fill(memory: memoryview, link: socket.socket) -> None:
+    """Receive exactly as many bytes as `memory` has."""
+    while memory:
+        received = link.recv_into(memory, 0, socket.MSG_WAITALL)
+        if received == 0:
+            raise ConnectionError("the other side has gone")
+        memory = memory[received:]
+
+
+def run(progress: Progress) -> list[dict[str, Any]]:
+    """All three ways; rounds are told in lines of their own, for `progress` counts samples."""
+    seconds = measure("server", [Side(side.__name__, side) for side in (sockets, zero_copy, copied_pull, tcp)], steps=3)
+    peer = seconds["sockets"]
+    say(f"the peer moves {2 * 4 * NUMBERS / median(peer) / 1e9:.2f} GB/s, its update included")
+    return [
+        speed("shm-zero-copy-over-tcp", seconds["zero_copy"], peer, ">= 5"),
+        speed("shm-copied-pull-over-tcp", seconds["copied_pull"], peer, ">= 4"),
+        speed("tcp-over-sockets", seconds["tcp"], peer, ">= 0.85"),
+    ]

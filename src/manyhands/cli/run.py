@@ -1,0 +1,81 @@
+"""`manyhands run`: starts a script of your own once for each rank on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from manyhands.cli.usage import parse
+from manyhands.core.errors import Refused, unknown
+from manyhands.runtime.launch import run_script
+
+ABOUT = """Start a script once for each rank on this machine; everything after the script belongs to it.
+
+examples:
+  manyhands run -n 4 train.py
+  manyhands run -n 4 --servers 1 train.py --epochs 3
+  manyhands run -n 2 --link tcp train.py"""
+
+
+@dataclass
+class Options:
+    """What `run` takes.
+
+    Args:
+        script: the script.
+        workers: how many workers.
+        servers: how many ranks serve besides.
+        link: how ranks exchange tensors: through shared memory, or through sockets as between hosts.
+        bind: the address to listen on with --link tcp.
+    """
+
+    script: Annotated[Path, tyro.conf.Positional]
+    workers: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    servers: int = 0
+    link: Literal["shm", "tcp"] = "shm"
+    bind: str = "127.0.0.1"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run it, and say who was lost."""
+    ours, arguments = split(argv)
+    options = parse(Options, ours, "run", ABOUT)
+    if not options.script.is_file():
+        raise Refused(f"there is no script {options.script}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("manyhands: %(message)s"))
+    log = logging.getLogger("manyhands")
+    log.addHandler(handler)
+    try:
+        return run_script(
+            str(options.script),
+            arguments,
+            workers=options.workers,
+            servers=options.servers,
+            link=options.link,
+            bind=options.bind,
+        )
+    finally:
+        log.removeHandler(handler)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our words up to and with the script, and the script's own."""
+    known = ["-n", "-h", "--help", *(f"--{field.name}" for field in fields(Options) if field.name != "script")]
+    takes_value = False
+    for position, word in enumerate(argv):
+        flag, _, value = word.partition("=")
+        if takes_value:
+            takes_value = False
+        elif not word.startswith("-"):
+            return list(argv[: position + 1]), list(argv[position + 1 :])
+        elif flag not in known:
+            raise unknown("option of manyhands run", flag, known)
+        else:
+            takes_value = not value and flag not in ("-h", "--help")
+    return list(argv), []

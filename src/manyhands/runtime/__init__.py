@@ -1,0 +1,1 @@
+"""The real world: processes, links between them, and whoever watches over them."""

@@ -1,0 +1,89 @@
+"""Board: where ranks that have not met yet leave notes for each other, in torch's store at MASTER_ADDR."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from manyhands.core.errors import ManyhandsError, Refused
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+class Board:
+    """Notes by name. Whoever does not write in time is named."""
+
+    def __init__(self, store: Store, rank: int, size: int, deadline: float) -> None:
+        self._store = store
+        self._rank, self._size = rank, size
+        self._deadline = deadline
+        self._ends = time.monotonic() + deadline
+
+    def put(self, name: str, note: Any) -> None:
+        self._store.set(name, json.dumps(note))
+
+    def get(self, name: str, frm: int) -> Any:
+        """The note of that name, which rank `frm` writes."""
+        from torch.distributed import DistError
+
+        try:
+            self._store.wait([name], timedelta(seconds=max(0.01, self._ends - time.monotonic())))
+            return json.loads(self._store.get(name))
+        except DistError as error:
+            if time.monotonic() < self._ends:
+                raise ManyhandsError(f"rank {self._rank} has lost the store: {_first_line(error)}") from None
+            raise ManyhandsError(
+                f"rank {frm} has not come within {self._deadline:g} s (rank {self._rank} waited for its {name!r})"
+            ) from None
+
+    def gather(self, name: str, note: Any) -> list[Any]:
+        """Everyone's note of that name, by rank."""
+        self.put(f"{name}/{self._rank}", note)
+        return [self.get(f"{name}/{rank}", rank) for rank in range(self._size)]
+
+
+def open_board(rank: int, size: int, address: str, port: int, deadline: float) -> Board:
+    """The board of this job: with torchrun its agent keeps the store, else rank 0 does."""
+    from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        if rank == 0 and not agent:
+            store = _own_store(address, port)
+        else:
+            store = TCPStore(address, port, None, False, timedelta(seconds=deadline), wait_for_workers=False)
+    except DistError as error:
+        raise ManyhandsError(f"rank {rank} cannot reach the store at {address}:{port}: {_first_line(error)}") from None
+    run = [os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")]
+    return Board(PrefixStore("/".join(["manyhands", *run]), store), rank, size, deadline)
+
+
+@cache
+def _own_store(address: str, port: int) -> Store:
+    """Bound to this one address, where torch's own would listen on all. It lives as long as the process, because a
+    process group that the script makes later may share it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        listener = socket.create_server((address, port), backlog=128)
+    except OSError as error:
+        raise Refused(f"rank 0 cannot listen at MASTER_ADDR {address}, MASTER_PORT {port}: {error.strerror}") from None
+    return TCPStore(
+        address,
+        port,
+        None,
+        True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

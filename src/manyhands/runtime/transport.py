@@ -1,0 +1,352 @@
+"""The port among real processes: threads for activities, sockets for order, shared memory for tensors of one host.
+
+A tensor for a rank of the same host is copied once into memory that both can see, or not at all if it lies there
+already (a slot, shared memory). To other hosts, and with the link "tcp" to all, its bytes go through the socket.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, refuse_unless
+from manyhands.core.lending import Seal, inside_backward
+from manyhands.core.protocols import ANY, Collective, Meta, Tag, carried_by
+from manyhands.runtime import wire
+from manyhands.runtime.lanes import Debts, Lanes, Loan
+from manyhands.runtime.links import Link, Reader, Writer
+from manyhands.runtime.mailbox import Doing, Mailbox, RealMessage
+from manyhands.runtime.member import Member
+from manyhands.runtime.memory import Buffers, HostLock, Memory
+from manyhands.runtime.native import Native
+from manyhands.runtime.seat import Seat
+from manyhands.runtime.wire import Acks, Head, Piece
+
+INLINE = 8 * 1024
+"""Bytes up to which a message is written into the socket also inside a host."""
+LAST_WORDS = 0.5
+"""Seconds in which the socket of a lost rank must have said all that it still had."""
+VERDICT = 3.0
+"""Seconds until a closed socket is a loss, if nobody who watches says anything."""
+
+
+class Ended(BaseException):
+    """The rank has left: its daemons need not go on."""
+
+
+class RealActivity:
+    """A thread of this rank."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread = thread
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
+
+
+class RealTransport:
+    """One rank among processes. It is made by `join.connect`."""
+
+    plays = False
+
+    def __init__(self, seat: Seat) -> None:
+        self.rank, self.size, self.host = seat.rank, seat.size, seat.host
+        self.roles: Sequence[str] = seat.roles
+        self.hosts: Sequence[int] = seat.hosts
+        self.role = seat.roles[seat.rank]
+        self.bytes_sent = 0
+        self.seat = seat
+        self.member = Member(seat, self._hear_of_loss, self._stop)
+        self.memory = Memory(self.member.memory, seat.rank)
+        self.reader, self._writer = Reader(), Writer()
+        self._links: dict[int, Link] = {}
+        self._mailbox = Mailbox(seat.rank)
+        self._lanes = Lanes(seat.rank, self._mailbox.check)
+        self._debts = Debts(at_once=seat.checks_lending)
+        self._landings = Buffers(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        self._outgoing = Buffers(self.memory.fresh)
+        self._locks: dict[str, HostLock] = {}
+        self._lock_file: int | None = None
+        self._lock_table = threading.Lock()
+        self._here = threading.local()
+        self._main = self._here.doing = Doing()
+        self._working: list[threading.Thread] = []
+        self._closing: dict[int, str] = {}
+        self._has_left = False
+        self.native_groups: dict[str, object] = {}
+        self._began = time.monotonic()
+
+    # -- joining ----------------------------------------------------------------------------------
+
+    def attach(self, peer: int, sock: object) -> None:
+        """A socket to a peer is ready, on both sides."""
+        link = self._links[peer] = Link(peer, sock, self, self._writer)  # type: ignore[arg-type]
+        self.reader.watch(link, link.read)
+
+    def begin(self) -> None:
+        """Everyone is here: the clock starts."""
+        self._began = time.monotonic()
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False) -> None:
+        serial = self._lanes.open(to, tag, latest=latest)
+        if serial is None:
+            return
+        lent = [_plain(x) for x in tensors]
+        seals = tuple(Seal(x) for x in tensors) if self.seat.checks_lending else ()
+        if to == self.rank:
+            self._lanes.lend(to, serial, Loan(tag, None, seals))
+            message = RealMessage(to, tag, serial, meta, self._release_own, tensors=tuple(lent))
+            self._deliver(message, latest)
+            return
+        self.bytes_sent += sum([x.nbytes for x in lent])
+        pieces, body, buffer = self._placed(to, tag.name, lent) if lent else ((), (), None)
+        self._lanes.lend(to, serial, Loan(tag, buffer, seals))
+        head = Head(tag.name, tag.key, serial, tag.credit, latest, meta, pieces, self._debts.take(to))
+        self._links[to].send([wire.pack(head), *body])
+
+    def _placed(
+        self, to: int, name: str, tensors: list[Tensor]
+    ) -> tuple[tuple[Piece, ...], list[bytes | memoryview], Tensor | None]:
+        """Where the tensors are for their receiver: in the body, or in memory of this host."""
+        near = self.seat.link == "shm" and self.hosts[to] == self.host
+        if near and sum([x.nbytes for x in tensors]) > INLINE:
+            pieces, buffer = self._shown(to, name, tensors)
+            return tuple(pieces), [], buffer
+        body: list[bytes | memoryview] = []
+        for x in tensors:
+            body.append(wire.as_bytes(x))
+            body.append(bytes(wire.padded(x.nbytes) - x.nbytes))
+        return tuple([Piece(x.dtype, tuple(x.shape)) for x in tensors]), body, None
+
+    def _shown(self, to: int, name: str, tensors: list[Tensor]) -> tuple[list[Piece], Tensor | None]:
+        found = [self.memory.find(x) for x in tensors]
+        need = sum([wire.padded(x.nbytes) for x, place in zip(tensors, found, strict=True) if place is None])
+        buffer = self._outgoing.take((to, name), need) if need else None
+        pieces, start = [], 0
+        for x, place in zip(tensors, found, strict=True):
+            piece = Piece(x.dtype, tuple(x.shape))
+            if place is None:
+                assert buffer is not None
+                wire.placed(buffer, piece, start).copy_(x)
+                region, size, base = self.memory.find(buffer) or ("", 0, 0)
+                place = region, size, base + start
+                start += wire.padded(x.nbytes)
+            pieces.append(piece._replace(region=place[0], size=place[1], offset=place[2]))
+        return pieces, buffer
+
+    def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> RealMessage | None:
+        if inside_backward():
+            raise MayNotWait(f"rank {self.rank} may not receive inside a backward pass")
+        message = self._mailbox.receive(tags, frm, timeout, self._doing())
+        if message is not None:
+            if message.pieces:
+                message.tensors = self._seen(message)
+            if not message.tensors:
+                message.release()
+        return message
+
+    def _seen(self, message: RealMessage) -> tuple[Tensor, ...]:
+        body = torch.empty(0, dtype=torch.uint8) if message.body is None else message.body
+        inline = iter(wire.cut(body, message.pieces))
+        return tuple(
+            [
+                wire.placed(self.memory.region(p.region, p.size), p, p.offset) if p.region else next(inline)
+                for p in message.pieces
+            ]
+        )
+
+    def _doing(self) -> Doing:
+        doing: Doing = getattr(self._here, "doing", self._main)
+        return doing
+
+    def _deliver(self, message: RealMessage, latest: bool) -> None:
+        if not latest:
+            self._mailbox.deliver(message)
+        elif old := self._mailbox.replace(message):
+            old.release()
+
+    def _release(self, message: RealMessage) -> None:
+        if message.body is not None:
+            self._landings.give_back((message.frm, message.name), message.body)
+        acks = self._debts.released(message.frm, message.name, message.serial, message.credit)
+        if acks:
+            self._links[message.frm].send([wire.pack_acks(acks)])
+
+    def _release_own(self, message: RealMessage) -> None:
+        self.came_back(self.rank, ((message.name, message.serial),))
+
+    # -- what links bring (the reader's thread) ---------------------------------------------------
+
+    def land(self, peer: int, head: Head, nbytes: int) -> Tensor:
+        return self._landings.take((peer, head.name), nbytes)
+
+    def arrived(self, peer: int, head: Head, body: Tensor | None) -> None:
+        acks = self._debts.arrived(peer, head.name, head.credit)
+        if acks:
+            self._links[peer].send([wire.pack_acks(acks)])
+        tag = Tag(head.name, head.key, head.credit, carried_by(head.name) or "nothing")
+        message = RealMessage(peer, tag, head.serial, head.meta, self._release, pieces=head.pieces, body=body)
+        self._deliver(message, head.latest)
+
+    def came_back(self, peer: int, acks: Acks) -> None:
+        for loan in self._lanes.lent(peer, acks):
+            if any(seal.broken() for seal in loan.seals):
+                self.fail(ChangedInFlight(self.rank, loan.tag))
+            if loan.buffer is not None:
+                self._outgoing.give_back((peer, loan.tag.name), loan.buffer)
+        self._lanes.come_back(peer, acks)
+
+    def left(self, peer: int) -> None:
+        self._lanes.close(peer)
+        self._mailbox.goodbye(peer, "left")
+
+    def ended(self, peer: int, why: str) -> None:
+        """A socket is closed: with a loss already announced that was its last word, otherwise it will be."""
+        self._links[peer].stop_sending()
+        announced = self._closing.setdefault(peer, "")
+        if announced:
+            self._lose(peer, announced)
+        elif peer not in self._mailbox.gone:
+            _later(VERDICT if "garbage" not in why else 0.0, lambda: self._lose(peer, why))
+
+    # -- losses -----------------------------------------------------------------------------------
+
+    def _hear_of_loss(self, rank: int, why: str) -> None:
+        """A rank is lost, and fenced. What it had sent is still delivered, so its socket has the last word."""
+        closed = rank in self._closing or rank not in self._links
+        self._closing[rank] = why
+        if closed:
+            self._lose(rank, why)
+        else:
+            self._links[rank].stop_sending()
+            _later(LAST_WORDS, lambda: self._lose(rank, why))
+
+    def _lose(self, rank: int, why: str) -> None:
+        self._mailbox.goodbye(rank, why)
+        self._lanes.close(rank)
+
+    def _stop(self, error: BaseException) -> None:
+        """Somebody has ended the run."""
+        self._mailbox.fail(error)
+        self._lanes.wake()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run for all: this rank cannot go on."""
+        if not self._has_left:
+            self._has_left = True
+            self.member.failed(error)
+        self._stop(error)
+
+    def check(self) -> None:
+        """Raise what has ended this run."""
+        self._mailbox.check()
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        """Why a rank is no longer there."""
+        return self._mailbox.gone
+
+    @property
+    def lost(self) -> Sequence[tuple[int, str]]:
+        """The ranks that are lost, and why."""
+        return self._mailbox.lost
+
+    # -- memory, activities, time -----------------------------------------------------------------
+
+    def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.memory.slot(numel, dtype)
+
+    def shared(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.memory.shared(name, numel, dtype)
+
+    def lock(self, name: str) -> AbstractContextManager[None]:
+        found = self._locks.get(name)
+        if found is None:
+            with self._lock_table:
+                if self._lock_file is None:
+                    self._lock_file = self.member.memory("locks", 64)
+                found = self._locks.setdefault(name, HostLock(self._lock_file, name, self._note_wait))
+        return found
+
+    def _note_wait(self, seconds: float) -> None:
+        self._doing().waited += seconds
+
+    def spawn(self, activity: Callable[[], None], *, daemon: bool = False) -> RealActivity:
+        def run() -> None:
+            self._here.doing = Doing()
+            try:
+                activity()
+            except Ended:
+                pass
+            except BaseException as error:
+                self._stop(error)
+
+        thread = threading.Thread(target=run, name=getattr(activity, "__name__", "activity"), daemon=True)
+        thread.start()
+        if not daemon:
+            self._working.append(thread)
+        return RealActivity(thread)
+
+    def spend(self, seconds: float, *, moving: bool = False) -> None:
+        if inside_backward():
+            raise MayNotWait(f"rank {self.rank} may not spend time inside a backward pass")
+        refuse_unless(seconds >= 0, "seconds to spend", seconds, ">= 0")
+
+    def flush(self) -> None:
+        for link in self._links.values():
+            link.flush()
+
+    def leave(self) -> None:
+        if self._has_left:
+            return
+        for thread in self._working:
+            thread.join()
+        self._mailbox.check()
+        self.flush()
+        if self.seat.checks_lending:
+            self._lanes.wait_until_back(1.0)
+            self._mailbox.check()
+        self._has_left = True
+        for link in self._links.values():
+            link.send([wire.pack_leave()])
+        self.flush()
+        self.member.left()
+        self._stop(Ended())
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def waited(self) -> float:
+        return self._main.waited
+
+    def peers(self, role: str | None = None) -> Sequence[int]:
+        gone = self._mailbox.gone
+        return [
+            rank
+            for rank in range(self.size)
+            if rank != self.rank and rank not in gone and role in (None, self.roles[rank])
+        ]
+
+    def collective(self, group: Sequence[int]) -> Collective:
+        if self.rank not in group:
+            raise ManyhandsError(f"rank {self.rank} is not in the group {list(group)}")
+        return Native(self, group)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """The tensor as it travels: without history, in one piece, in main memory (from a GPU: untested)."""
+    return x.detach().cpu().contiguous()
+
+
+def _later(seconds: float, call: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()

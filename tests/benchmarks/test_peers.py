@@ -1,0 +1,97 @@
+"""The peers do the work they are said to do."""
+
+import socket
+import threading
+from itertools import islice
+
+import pytest
+import server
+import start
+import torch
+from _models import BATCHES, CASES, batches, model, plain_step
+
+from manyhands.core.errors import ManyhandsError
+
+WRITE = "import os, time; open(os.environ['FIRST_STEP_FILE'], 'a').write(f'{time.time() + %s!r}\\n' * %d)"
+
+
+def numel(name):
+    return sum(p.numel() for p in model(name).parameters())
+
+
+def test_models_have_the_sizes_they_are_said_to_have():
+    assert [numel(name) for name in ("mlp", "cnn", "small")] == [10_020_874, 458_570, 9_610]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_the_same_everywhere_and_data_differ_by_rank(name):
+    assert all(map(torch.equal, model(name).parameters(), model(name).parameters()))
+    (x, y), (again, same), (other, _) = (next(batches(name, rank)) for rank in (0, 0, 1))
+    assert torch.equal(x, again) and torch.equal(y, same) and not torch.equal(x, other)
+    assert len(x) == len(y) == CASES[name].batch_size
+
+
+def test_data_begin_again():
+    walked = list(islice(batches("small", 0), BATCHES + 1))
+    assert walked[0][0] is walked[BATCHES][0] and not torch.equal(walked[0][0], walked[1][0])
+
+
+def test_a_plain_step_is_sgd_on_the_next_batch():
+    net, twin = model("small"), model("small")
+    step = plain_step(net, batches("small", 0))
+    for x, y in islice(batches("small", 0), 2):
+        step()
+        loss = torch.nn.functional.cross_entropy(twin(x), y)
+        with torch.no_grad():
+            for p, g in zip(twin.parameters(), torch.autograd.grad(loss, list(twin.parameters())), strict=True):
+                p -= 0.01 * g
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_exactly_the_memory_is_filled():
+    here, there = socket.socketpair()
+    sent, got = torch.arange(300_000.0), torch.zeros(300_000)
+    with here, there:
+        sender = threading.Thread(target=lambda: [here.sendall(server.bytes_of(sent)), here.sendall(b"more")])
+        sender.start()
+        server.fill(server.bytes_of(got), there)
+        assert torch.equal(sent, got) and there.recv(10) == b"more"
+        sender.join()
+
+
+def test_a_server_that_has_gone_is_an_error():
+    here, there = socket.socketpair()
+    with there:
+        here.sendall(b"half")
+        here.close()
+        with pytest.raises(ConnectionError):
+            server.fill(memoryview(bytearray(8)), there)
+
+
+def test_the_slower_rank_makes_the_first_step():
+    lines = f"{WRITE % (1000, 1)}; {WRITE % (2000, 1)}"
+    assert 2000 < start.first_step(["-c", lines]) < 2060
+
+
+def test_the_ratio_is_ours_over_torchrun():
+    result = start.compare(["-c", WRITE % (1000, 2)], ["-c", WRITE % (2000, 2)], rounds=2)[0]
+    assert result["value"] == pytest.approx(0.5, abs=0.02) and result["goal"] == "<= 0.8"
+
+
+def test_a_missing_rank_is_an_error():
+    with pytest.raises(ManyhandsError, match="1 ranks made a first step, but 2 should"):
+        start.first_step(["-c", WRITE % (0, 1)])
+
+
+def test_a_failed_launch_shows_what_it_printed():
+    with pytest.raises(ManyhandsError, match=r"(?s)exit code 7.*no such port"):
+        start.first_step(["-c", f"{WRITE % (0, 2)}; print('no such port'); raise SystemExit(7)"])
+
+
+def test_a_launch_that_never_ends_is_ended(monkeypatch):
+    monkeypatch.setattr(start, "DEADLINE", 1.0)
+    monkeypatch.setattr(start, "PATIENCE", 0.1)
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+    with pytest.raises(ManyhandsError, match="no end within 1 s"):
+        start.first_step(["-c", stubborn])

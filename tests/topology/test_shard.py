@@ -1,0 +1,209 @@
+"""Shards: gradients are read where they lie if they can be, and the size of blocks is nobody's business."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+from manyhands.codecs import Feedback, Half, Raw, TopK
+from manyhands.consistency import Bulk, Free, Stale
+from manyhands.core import holding as blocks
+from manyhands.core.flat import Flat, Span
+from manyhands.core.holding import Holding
+from manyhands.rules import Adagrad, Adam, Momentum, Sgd
+from manyhands.topology.servers.ledger import Ledger
+from manyhands.topology.servers.messages import LentInbox
+from manyhands.topology.servers.shard import Shard
+from manyhands.topology.servers.shared import SharedInbox
+
+SPANS = [Span(0, 0, 150), Span(0, 150, 307)]
+WORKERS = 3
+
+
+def model_flat():
+    torch.manual_seed(1)
+    return Flat({name: nn.Parameter(torch.randn(size)) for name, size in [("a", 100), ("b", 7), ("c", 200)]})
+
+
+def inbox_of(kind, flat, codec, keeps):
+    if kind == "lent":
+        return LentInbox(codec)
+    memory = {}
+
+    def shared(name, numel, dtype):
+        return memory.setdefault(name, torch.zeros(numel, dtype=dtype))
+
+    w = SimpleNamespace(workers=range(WORKERS), flat=flat, transport=SimpleNamespace(shared=shared))
+    return SharedInbox(w, "shard0", [flat.weights(span) for span in SPANS], codec, keeps)
+
+
+def shard_of(kind, when, rule, codec):
+    flat = model_flat()
+    holdings = [Holding(span, flat.weights(span).clone(), flat.places, rule) for span in SPANS]
+    inbox = inbox_of(kind, flat, codec, keeps=when.merges or not when.ready(1, 2))
+    return Shard(holdings, when, Ledger(WORKERS, 0), inbox, batch_size=1)
+
+
+def gradient(seed):
+    g = torch.randn(307, generator=torch.Generator().manual_seed(seed))
+    return [g[span.start : span.stop] for span in SPANS]
+
+
+def encoded(codec, gs):
+    memories = [codec.memory(g) for g in gs]
+    return [codec.encode(g, memory) for g, memory in zip(gs, memories, strict=True)]
+
+
+def decoded(codec, gs):
+    found = [torch.empty_like(g) for g in gs]
+    for payload, out in zip(encoded(codec, gs), found, strict=True):
+        codec.decode(payload, out)
+    return torch.cat(found)
+
+
+def weights_of(shard):
+    return torch.cat([h.weights for h in shard.holdings])
+
+
+CODECS = pytest.mark.parametrize("codec", [Raw(), Half(), TopK(0.1), Feedback(Raw())], ids=repr)
+KIND = pytest.mark.parametrize("kind", ["lent", "shared"])
+
+
+@KIND
+@CODECS
+@pytest.mark.parametrize("when", [Free(), Stale(2)], ids=repr)
+def test_a_gradient_that_is_applied_at_once_moves_the_weights_and_stays_as_it_is(kind, codec, when):
+    shard = shard_of(kind, when, Sgd(0.1), codec)
+    expected, gs = weights_of(shard), gradient(0)
+    payload = encoded(codec, gs)
+    kept = [[x.clone() for x in tensors] for tensors in payload]
+    shard.push(0, payload, seen=0)
+    expected += decoded(codec, gs) * -0.1
+    assert torch.equal(weights_of(shard), expected)
+    assert all(torch.equal(x, y) for p, k in zip(payload, kept, strict=True) for x, y in zip(p, k, strict=True))
+
+
+@KIND
+@CODECS
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_merged_gradients_are_summed_in_rank_order_whoever_came_first(kind, codec, order):
+    shard = shard_of(kind, Bulk(), Momentum(0.1), codec)
+    expected, gs = weights_of(shard), [gradient(i) for i in range(WORKERS)]
+    for i in order:
+        assert torch.equal(weights_of(shard), expected)
+        shard.push(i, encoded(codec, gs[i]), seen=0)
+    one, two, three = (decoded(codec, g) for g in gs)
+    expected += ((one + two) + three) / 3 * -0.1
+    assert torch.equal(weights_of(shard), expected)
+
+
+@KIND
+def test_without_staleness_the_gradients_of_one_clock_are_applied_one_after_the_other(kind):
+    shard = shard_of(kind, Stale(0), Sgd(0.1), Raw())
+    expected, gs = weights_of(shard), [gradient(i) for i in range(WORKERS)]
+    for i in (1, 2, 0):
+        shard.push(i, encoded(Raw(), gs[i]), seen=0)
+    for g in gs:
+        expected += torch.cat(g) * -0.1
+    assert torch.equal(weights_of(shard), expected)
+    assert shard.ledger.version == WORKERS
+
+
+@KIND
+@pytest.mark.parametrize("when", [Bulk(), Stale(0)], ids=repr)
+def test_what_a_worker_left_untouched_is_not_remembered_for_its_next_push(kind, when):
+    shard = shard_of(kind, when, Momentum(0.1, weight_decay=0.5), Raw())
+    start = weights_of(shard)
+    for i in range(WORKERS):
+        shard.push(i, encoded(Raw(), gradient(i)), seen=0, untouched=(0, 1))
+    once = weights_of(shard)
+    assert torch.equal(once[:107], start[:107])
+    assert not torch.isclose(once[107:], start[107:]).any()
+    for i in range(WORKERS):
+        shard.push(i, encoded(Raw(), gradient(i)), seen=0, untouched=())
+    assert not torch.isclose(weights_of(shard)[:107], start[:107]).any()
+
+
+@KIND
+def test_merged_parameters_are_skipped_only_if_nobody_touched_them(kind):
+    shard = shard_of(kind, Bulk(), Momentum(0.1, weight_decay=0.5), Raw())
+    start = weights_of(shard)
+    for i, untouched in enumerate([(0, 1), (0, 2), (0,)]):
+        shard.push(i, encoded(Raw(), gradient(i)), seen=0, untouched=untouched)
+    assert torch.equal(weights_of(shard)[:100], start[:100])
+    assert not torch.isclose(weights_of(shard)[100:], start[100:]).any()
+
+
+def test_a_plain_payload_is_read_where_its_worker_has_it():
+    for codec, in_place in [(Raw(), True), (Half(), False)]:
+        inbox = inbox_of("shared", model_flat(), codec, keeps=False)
+        payload = encoded(codec, gradient(0))
+        inbox.put(0, payload, (), lambda: None)
+        for place in range(2):
+            (found,) = inbox.gradients([0], place)
+            assert found.dtype == torch.float32
+            assert (found.data_ptr() == payload[place][0].data_ptr()) is in_place
+
+
+def test_kept_gradients_are_read_from_shared_memory_without_a_copy():
+    inbox = inbox_of("shared", model_flat(), Raw(), keeps=True)
+    payload = encoded(Raw(), gradient(0))
+    inbox.put(1, payload, (), lambda: None)
+    first, again = (inbox.gradients([1], 0)[0] for _ in range(2))
+    assert first.data_ptr() == again.data_ptr() != payload[0][0].data_ptr()
+    assert torch.equal(first, payload[0][0])
+
+
+@KIND
+def test_the_elastic_move_is_alpha_times_the_gap_and_the_weights_follow(kind):
+    shard = shard_of(kind, Free(), Sgd(0.1), Raw())
+    before, xs = [h.weights.clone() for h in shard.holdings], gradient(3)
+    moves = shard.exchange(xs, 0.3)
+    for e, x, w, h in zip(moves, xs, before, shard.holdings, strict=True):
+        assert torch.equal(e, 0.3 * (x - w))
+        assert torch.equal(h.weights, w + e)
+    assert all(torch.equal(x, y) for x, y in zip(xs, gradient(3), strict=True))
+
+
+# -- whole runs -----------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """One branch is used only by some mini-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(9, 31), nn.Linear(31, 3), nn.Linear(31, 3)
+
+    def forward(self, x):
+        y = torch.tanh(self.trunk(x))
+        return self.right(y) + self.left(y) if float(x[0, 0]) > 0 else self.right(y)
+
+
+def task():
+    x = torch.randn(48, 9, generator=torch.Generator().manual_seed(5))
+    return mh.Task(Branches, TensorDataset(x, torch.arange(48) % 3), nn.functional.cross_entropy, batch_size=4)
+
+
+METHODS = {
+    "bsp": lambda: mh.bsp(rule=Adam(0.01)),
+    "bsp-server": lambda: mh.bsp_server(rule=Momentum(0.05)),
+    "ssp": lambda: mh.ssp(staleness=1, rule=Sgd(0.05)),
+    "ssp, no staleness": lambda: mh.ssp(staleness=0, rule=Adam(0.01)),
+    "ssp, compressed": lambda: mh.ssp(rule=Momentum(0.05), codec=Feedback(TopK(0.1))),
+    "downpour": lambda: mh.downpour(rule=Adagrad(0.03)),
+    "ad-psgd": lambda: mh.ad_psgd(rule=Momentum(0.05)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("way", [{}, {"hosts": 1, "cores": 4}], ids=["co-located", "shared memory"])
+def test_the_size_of_blocks_does_not_change_a_run(method, way, monkeypatch):
+    cluster = mh.Cluster(workers=3, speeds=[1, 0.5, 2], jitter=0.3, **way)
+    usual = mh.train(task(), method(), cluster=cluster, steps=8, seed=3)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 256)
+    small = mh.train(task(), method(), cluster=cluster, steps=8, seed=3)
+    assert small.weights_sha256 == usual.weights_sha256
