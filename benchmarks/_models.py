@@ -17,6 +17,9 @@ from _ranks import Commands
 from torch import Tensor, nn
 from torch.nn import functional
 
+import manyhands as mh
+from manyhands.core.protocols import Strategy
+
 LEARNING_RATE = 0.01
 SEED = 0
 BATCHES = 32
@@ -87,3 +90,11 @@ def plain_step(net: nn.Module, data: Iterator[Batch]) -> Callable[[], None]:
 def alone(name: str, commands: Commands) -> None:
     """A side without communication: the floor."""
     commands.repeat(plain_step(model(name), batches(name)))
+
+
+def together(link: str, strategy: Strategy, name: str, commands: Commands) -> None:
+    """Our side: the same model and data in an own loop."""
+    os.environ["MANYHANDS_LINK"] = link
+    data = batches(name)
+    with mh.join(model(name), loss=functional.cross_entropy, strategy=strategy) as hands:
+        commands.repeat(lambda: hands.step(*next(data)))

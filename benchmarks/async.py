@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from _models import alone
+from _models import LEARNING_RATE, alone, together
 from _ranks import Commands, Side
 from _side_by_side import measure, speed
 
-from manyhands.core.errors import ManyhandsError
+import manyhands as mh
 from manyhands.report.progress import Progress
 
 
 def ours(link: str, model_name: str, commands: Commands) -> None:
     """ssp over `link`, which is "shm"."""
-    raise ManyhandsError(f"ssp over {link} on {model_name}: there is no runtime for real processes yet")
+    together(link, mh.ssp(staleness=3, lr=LEARNING_RATE), model_name, commands)
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:

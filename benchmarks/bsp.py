@@ -15,18 +15,18 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from _models import alone, batches, model, plain_step
+from _models import LEARNING_RATE, alone, batches, model, plain_step, together
 from _ranks import Commands, Side
 from _side_by_side import measure, slowness
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.core.errors import ManyhandsError
+import manyhands as mh
 from manyhands.report.progress import Progress
 
 
 def ours(link: str, model_name: str, commands: Commands) -> None:
     """bsp over `link`, "shm" or "tcp"."""
-    raise ManyhandsError(f"bsp over {link} on {model_name}: there is no runtime for real processes yet")
+    together(link, mh.bsp(lr=LEARNING_RATE), model_name, commands)
 
 
 def ddp(model_name: str, commands: Commands) -> None:

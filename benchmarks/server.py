@@ -18,10 +18,17 @@ from typing import Any
 import torch
 from _ranks import Commands, Side
 from _side_by_side import measure, say, speed
-from torch import Tensor
+from torch import Tensor, nn
 
-from manyhands.core.errors import ManyhandsError
+import manyhands as mh
+from manyhands.codecs import Raw
+from manyhands.consistency import Free
+from manyhands.core.protocols import Tag, recv
+from manyhands.core.worker import Worker
 from manyhands.report.progress import Progress
+from manyhands.rules import Sgd
+from manyhands.runtime import join
+from manyhands.topology.servers import connect
 
 NUMBERS = 25_000_000
 """float32: 100 MB."""
@@ -29,23 +36,66 @@ BUFFER = 1 << 20
 """Bytes of the peer's socket buffers. With MSG_WAITALL it took 0.92 of the time that the kernel's own choice takes;
 256 KiB 0.96, 2 MiB 1.03, 4 MiB 1.04."""
 LEARNING_RATE = 0.01
+PUSH, WEIGHTS = Tag("bench-push", carries="floats"), Tag("bench-weights", carries="floats")
 SERVER = 1
 """The rank that holds the weights."""
 
 
 def zero_copy(commands: Commands) -> None:
     """Through shared memory; the pull is a view of the weights."""
-    raise ManyhandsError("zero_copy: there is no runtime for real processes yet")
-
-
-def copied_pull(commands: Commands) -> None:
-    """Through shared memory; the pull is a copy under the lock."""
-    raise ManyhandsError("copied_pull: there is no runtime for real processes yet")
+    through_the_port("shm", commands)
 
 
 def tcp(commands: Commands) -> None:
     """Through our TCP link."""
-    raise ManyhandsError("tcp: there is no runtime for real processes yet")
+    through_the_port("tcp", commands)
+
+
+def through_the_port(link: str, commands: Commands) -> None:
+    """The same two loops as the peer's, written against `Transport`."""
+    os.environ["MANYHANDS_LINK"] = link
+    transport = join.connect()
+    gradient, weights = (transport.slot(NUMBERS, torch.float32).fill_(1) for _ in range(2))
+
+    def exchange() -> None:
+        transport.send(SERVER, PUSH, tensors=[gradient])
+        recv(transport, WEIGHTS, frm=SERVER).release()
+
+    def serve() -> None:
+        pushed = recv(transport, PUSH)
+        weights.add_(pushed.tensors[0], alpha=-LEARNING_RATE)
+        pushed.release()
+        transport.send(pushed.frm, WEIGHTS, tensors=[weights])
+
+    commands.repeat(serve if here() == SERVER else exchange)
+    transport.leave()
+
+
+def copied_pull(commands: Commands) -> None:
+    """Through shared memory, as ssp does it: the worker applies its gradient and copies the weights, under locks."""
+    transport = join.connect()
+    task = mh.Task(model=Vector, data=[0])
+    worker = Worker(transport, task, Vector(), seed=0, steps=0, batch_size=1)
+    lanes = connect(worker, "size", Free(), Sgd(LEARNING_RATE), Raw())
+    gradient = torch.ones(NUMBERS)
+
+    def exchange() -> None:
+        for lane in lanes:
+            lane.push([(gradient[span.start : span.stop],) for span in lane.spans], ())
+        for lane in lanes:
+            lane.ask()
+            lane.pull([worker.flat.weights(span) for span in lane.spans])
+
+    commands.repeat(exchange if here() != SERVER else lambda: None)
+    transport.leave()
+
+
+class Vector(nn.Module):
+    """A model that is nothing but its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(NUMBERS))
 
 
 def sockets(commands: Commands) -> None:

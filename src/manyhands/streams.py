@@ -12,7 +12,7 @@ A loader of torch is taken apart: its data set, batch size and collate function 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -107,7 +107,7 @@ def rounds(source: Source, replica: int, replicas: int, passes: int | None) -> I
     for _ in count() if passes is None else range(passes):
         mine: list[Any] = []
         place = -1
-        for place, sample in enumerate(_walk(source.dataset)):
+        for place, sample in enumerate(source.dataset):
             if begin <= place % size < begin + source.batch_size:
                 mine.append(sample)
             if place % size == size - 1:
@@ -115,7 +115,3 @@ def rounds(source: Source, replica: int, replicas: int, passes: int | None) -> I
                 mine = []
         bound = f">= {size}, replicas x batch_size"
         refuse_unless(place + 1 >= size, "the number of samples in a pass over the stream", place + 1, bound)
-
-
-def _walk(dataset: Iterable[Any]) -> Iterator[Any]:
-    return iter(dataset)

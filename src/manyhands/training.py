@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from manyhands.core.agreement import refuse_unlike
 from manyhands.core.alike import begin_alike, end_alike, set_free
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, OwnTask
@@ -79,6 +80,7 @@ class Training:
             w.batch_size = batch_size
         w.steps = steps
         self.has_begun = True
+        refuse_unlike(w.transport, w.model)
         begin_alike(w)
         if isinstance(strategy, Serves) and w.transport.role == "server":
             strategy.serve(w)

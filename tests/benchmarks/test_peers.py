@@ -60,6 +60,24 @@ def test_exactly_the_memory_is_filled():
         sender.join()
 
 
+class InPieces:
+    """A link that gives three bytes at a time, as a real one may."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def recv_into(self, memory, nbytes, flags):
+        piece, self.data = self.data[: min(3, len(memory))], self.data[min(3, len(memory)) :]
+        memory[: len(piece)] = piece
+        return len(piece)
+
+
+def test_memory_is_filled_piece_by_piece():
+    memory = bytearray(8)
+    server.fill(memoryview(memory), InPieces(b"12345678more"))
+    assert memory == b"12345678"
+
+
 def test_a_server_that_has_gone_is_an_error():
     here, there = socket.socketpair()
     with there:

@@ -161,6 +161,22 @@ def test_a_streaming_pipeline_and_a_lone_client_equal_themselves_resumed(place, 
         assert_same(whole, again)
 
 
+def test_a_lone_worker_of_asynchronous_easgd_does_not_notice_that_it_is_saved(tmp_path):
+    alone = {"workers": 1, "servers": 2}
+    never = run("easgd asynchronous", **alone)
+    assert_same(never, run("easgd asynchronous", train=saving(tmp_path), **alone))
+    assert_same(never, run("easgd asynchronous", train={"resume": at_eight(tmp_path)}, **alone))
+
+
+def test_what_was_accrued_is_pushed_with_the_next_gradient_however_often_one_pushes(tmp_path):
+    run("downpour", steps=EVERY, workers=1, n_push=3, phase="end", train=saving(tmp_path))
+    assert any("/accrued/" in name for name in load_checkpoint(tmp_path / "checkpoints").state)
+    often, seldom = (
+        run("downpour", steps=EVERY + 1, workers=1, n_push=n, phase="end", train={"resume": tmp_path}) for n in (1, 5)
+    )
+    assert_same(often, seldom)
+
+
 def test_what_a_codec_has_not_sent_yet_is_not_forgotten(tmp_path):
     codec = Feedback(TopK(0.1))
     never = run("bsp_server", rule="sgd", codec=codec)
@@ -236,7 +252,7 @@ def restored(method, folder, workers=4):
     strategy = watched(METHODS[method](rule=Momentum(0.01)), look)
     data, cluster = task(model=model, batch_size=8), mh.Cluster(workers=workers)
     mh.train(data, strategy, cluster=cluster, steps=STEPS, seed=5, resume=folder)
-    assert list(seen) == list(range(workers))
+    assert sorted(seen) == list(range(workers))
     return seen
 
 
@@ -310,6 +326,7 @@ def test_what_workers_that_are_gone_had_not_sent_goes_to_those_that_are_left(tmp
     seen = {}
 
     def look(self, w):
+        assert not self.untouched, "all parameters have a gradient waiting"
         vectors = {"memory": self.memory, "accrued": self.accrued}
         seen[w.rank] = {
             f"{kind}/{n}": x.clone() for kind, xs in vectors.items() for n, x in named(w.flat.places, xs).items()

@@ -38,11 +38,12 @@ options:
 examples:
   manyhands list
   manyhands explain ssp
-  manyhands train ssp --virtual --workers 8 --staleness 3
-  manyhands train downpour --virtual --cluster cluster.toml --json
+  manyhands train ssp --workers 2 --staleness 3
+  manyhands train downpour --virtual --workers 8 --json
   manyhands run -n 4 train.py
 
-exit codes: 0 done, 1 error, 2 bad usage or refused, 3 a peer was lost, 4 training diverged, 130 interrupted"""
+exit codes: 0 done, 1 error, 2 bad usage or refused, 3 a peer was lost, 4 training diverged, 130 interrupted (Ctrl-C),
+            143 stopped early and saved (SIGTERM)"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

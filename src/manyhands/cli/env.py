@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -13,6 +13,7 @@ from typing import Any
 from manyhands import __version__
 from manyhands.cli.output import print_json, print_table
 from manyhands.cli.usage import parse
+from manyhands.runtime.memfd import free_bytes
 
 ABOUT = """Versions and machine: what to paste into a bug report.
 
@@ -20,7 +21,7 @@ examples:
   manyhands env
   manyhands env --json"""
 
-PACKAGES = ("torch", "numpy", "greenlet", "rich", "tyro")
+PACKAGES = ("torch", "numpy", "greenlet", "msgpack", "safetensors", "rich", "tyro")
 
 
 @dataclass
@@ -57,7 +58,10 @@ def machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory(),
-        "shared_memory_bytes": _shared_memory(),
+        "free_memory_bytes": _free_memory(),
+        "shared_memory": _shared_memory(),
+        "loopback": _loopback(),
+        "torch_distributed": _backends(),
         "c_kernels": _kernels(),
     }
 
@@ -77,11 +81,45 @@ def _memory() -> int | None:
         return None
 
 
-def _shared_memory() -> int | None:
+def _free_memory() -> int | None:
+    """What workers may share: of the machine and, in a container, of its limit."""
     try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
+        return free_bytes()
+    except (OSError, KeyError, ValueError):
         return None
+
+
+def _shared_memory() -> str:
+    """Whether --link shm works; the size of /dev/shm does not matter to it."""
+    try:
+        file = os.memfd_create("manyhands-env", os.MFD_CLOEXEC)
+    except (AttributeError, OSError) as error:
+        return f"does not work: {error}"
+    try:
+        os.posix_fallocate(file, 0, 4096)
+        return "works"
+    except OSError as error:
+        return f"does not work: {error.strerror}"
+    finally:
+        os.close(file)
+
+
+def _loopback() -> str:
+    """Whether --link tcp works on this machine."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname(), 2):
+            return "works"
+    except OSError as error:
+        return f"does not work: {error}"
+
+
+def _backends() -> str | None:
+    """What `collective=native` can hand its work to."""
+    from torch import distributed
+
+    if not distributed.is_available():
+        return None
+    return ", ".join(name for name in ("gloo", "nccl", "mpi") if getattr(distributed, f"is_{name}_available")()) or None
 
 
 def _kernels() -> str:

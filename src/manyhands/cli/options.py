@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
@@ -17,7 +17,9 @@ from manyhands.core.errors import Refused, unknown
 ABOUT = """{summary}
 
 examples:
-  manyhands train {name} --virtual
+  manyhands train {name}
+  manyhands train {name} --workers 4 --out runs/mine --checkpoint-every 100
+  manyhands train {name} --workers 4 --resume runs/mine
   manyhands train {name} --virtual --workers 8 --epochs 5 --seed 1 --json
   manyhands train {name} --cluster cluster.toml --task mnist --data data/mnist
 {knobs}
@@ -33,16 +35,23 @@ class Run:
     """Whatever the method."""
 
     task: Annotated[str, _option("digits, mnist, text, regression, vgg16, or your own as module:function")] = "digits"
-    workers: Annotated[int | None, _option("how many workers", "4, or the cluster file's", "INT")] = None
+    workers: Annotated[int | None, _option("how many workers", "2; 4 if virtual, or the cluster file's", "INT")] = None
     servers: Annotated[int | None, _option("how many servers of their own", "0, or the cluster file's", "INT")] = None
     steps: Annotated[int | None, _option("updates of workers x batch size samples", "see --epochs", "INT")] = None
     epochs: Annotated[float | None, _option("passes over the data", "the task's", "FLOAT")] = None
     batch_size: Annotated[int | None, _option("samples per worker and step", "the task's", "INT")] = None
     seed: Annotated[int, _option("fixes the initial weights, the data order and all chance")] = 0
+    link: Annotated[
+        Literal["shm", "tcp"] | None,
+        _option("how workers exchange tensors: through shared memory, or through sockets", "shm", "{shm,tcp}"),
+    ] = None
+    bind: Annotated[str | None, _option("the address to listen on with --link tcp", "127.0.0.1", "ADDRESS")] = None
     virtual: FlagCreatePairsOff[Annotated[bool, _option("train in a virtual cluster, in virtual time", "no")]] = False
     cluster: Annotated[Path | None, _option("a TOML file that describes a virtual cluster", "none", "FILE")] = None
     data: Annotated[Path | None, _option("where the task's files are", "none", "PATH")] = None
-    out: Annotated[Path | None, _option("where the record goes", "runs/METHOD-TASK-TIME", "DIR")] = None
+    out: Annotated[Path | None, _option("where record and checkpoints go", "runs/METHOD-TASK-TIME", "DIR")] = None
+    checkpoint_every: Annotated[int | None, _option("steps between two checkpoints", "none", "INT")] = None
+    resume: Annotated[Path | None, _option("a checkpoint, or the --out of a run, to go on from", "none", "DIR")] = None
     json: FlagCreatePairsOff[Annotated[bool, _option("print one JSON object instead of a summary", "no")]] = False
 
 

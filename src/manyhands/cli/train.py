@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
+import shlex
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from manyhands.cli.index import Method, methods
 from manyhands.cli.output import print_json
 from manyhands.cli.usage import HelpShown
-from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.errors import PeerLost, Refused, refuse_unless
+from manyhands.runtime.failures import exit_code
 
 if TYPE_CHECKING:
     from manyhands.cli.options import Run
     from manyhands.result import Result
-    from manyhands.virtual.cluster import Cluster
 
 HELP = """usage: manyhands train METHOD [OPTIONS]
 
@@ -30,19 +34,49 @@ methods:
 {methods}
 
 examples:
-  manyhands train ssp --virtual --workers 4 --staleness 3
+  manyhands train ssp --workers 2 --staleness 3
+  manyhands train bsp --link tcp --out runs/mine --checkpoint-every 100
+  manyhands train bsp --link tcp --resume runs/mine
+  manyhands train ssp --virtual --workers 64
   manyhands train 'ssp:staleness=3,codec=feedback(topk(0.01))' --virtual
   manyhands train gpipe --help"""
 
+WORKERS = 2
+"""How many real processes train if nobody says."""
+
+STOPPED = 128 + signal.SIGTERM
+"""The exit code of a run that was asked to stop, and did so at a good moment."""
+
 SHOWN = (
     *("workers", "servers", "steps", "seconds", "wall_seconds", "samples_per_second", "final_loss", "test_accuracy"),
-    *("bytes_sent", "mean_lag", "max_lag", "waited_seconds", "weights_sha256", "record", "lost"),
+    *("bytes_sent", "mean_lag", "max_lag", "waited_seconds", "weights_sha256", "record", "lost", "stopped_at"),
 )
 """What `--json` takes over from the result."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Read, check, train, report."""
+    method, knobs, options = read(argv)
+    check(options)
+    with heard() as news:
+        try:
+            result = train(method, knobs, options)
+        except PeerLost as error:
+            if str(error) in news:  # it was said when it happened
+                return exit_code(error)
+            raise
+    link = None if is_virtual(options) else options.link or "shm"
+    facts = {"method": method.name, "task": options.task, "seed": options.seed, "world": result.world, "link": link}
+    facts |= {name: getattr(result, name) for name in SHOWN}
+    print_json(facts) if options.json else print(summary(facts))
+    if result.stopped_at is None:
+        return 0
+    print(f"manyhands: {how_to_go_on(result, argv)}", file=sys.stderr)
+    return STOPPED
+
+
+def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], Run]:
+    """The method, its knobs and the options of the run."""
     if argv and argv[0] in ("-h", "--help"):
         raise HelpShown(HELP.format(methods="\n".join(f"  {m.name:<11} {m.card.summary}" for m in methods().values())))
     if not argv or argv[0].startswith("-"):
@@ -53,51 +87,81 @@ def run(argv: Sequence[str]) -> int:
     knobs, options = fill(method, [*settings, *argv[1:]])
     if "lr" in knobs and knobs.get("rule") is not None:
         raise Refused(f"lr is {knobs['lr']}, but the rule has a learning rate of its own: give it there")
-    check(options)
-    result = train(method, knobs, options)
-    facts = {"method": method.name, "task": options.task, "seed": options.seed, "world": "virtual"}
-    facts |= {name: getattr(result, name) for name in SHOWN}
-    print_json(facts) if options.json else print(summary(facts))
-    return 0
+    return method, knobs, options
 
 
 def check(options: Run) -> None:
     """Refuse what can be seen to be wrong without starting anything."""
     if options.steps is not None and options.epochs is not None:
         raise Refused(f"steps is {options.steps} and epochs is {options.epochs}, but only one of them may be given")
-    if not (options.virtual or options.cluster):
-        raise Refused("real workers come with the next release: add --virtual to train in a virtual cluster")
-    for name in ("steps", "epochs", "batch_size"):
+    for name in ("link", "bind"):
+        value = getattr(options, name)
+        real = value is None or not is_virtual(options)
+        refuse_unless(real, name, value, "left out: a virtual cluster has links of its own")
+    tcp = options.bind is None or options.link == "tcp"
+    refuse_unless(tcp, "bind", options.bind, "left out without --link tcp: nobody listens on an address")
+    for name in ("steps", "epochs", "batch_size", "checkpoint_every"):
         value = getattr(options, name)
         refuse_unless(value is None or value > 0, name, value, "> 0")
 
 
+def is_virtual(options: Run) -> bool:
+    """A file that describes a virtual cluster asks for one."""
+    return options.virtual or options.cluster is not None
+
+
 def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
-    """Build the cluster, the strategy and the task, and run the job."""
-    cluster = machines(options)
-    from manyhands import jobs, tasks  # only now: this is the first that needs torch
+    """Build the strategy, say where it is to run, and run the job."""
+    where = machines(options)
+    from manyhands import jobs  # only now: this is the first that needs torch
     from manyhands.cli.parts import Part
     from manyhands.report.progress import choose
 
     recipe = getattr(importlib.import_module(f"manyhands.catalog.{method.family}"), method.function)
     strategy = recipe(**{name: knob.build() if isinstance(knob, Part) else knob for name, knob in knobs.items()})
-    task = tasks.load(options.task, options.data)
-    progress = choose(f"{method.name} on {task.name}")
-    budget = {name: getattr(options, name) for name in ("seed", "steps", "epochs", "batch_size")}
+    progress = choose(f"{method.name} on {options.task}")
+    names = ("data", "seed", "steps", "epochs", "batch_size", "checkpoint_every", "resume")
+    chosen = {name: getattr(options, name) for name in names}
     with folder(options.out, f"{method.name}-{options.task}") as out:
         try:
-            return jobs.train(task, strategy, cluster=cluster, out=out, progress=progress, **budget)
+            return jobs.train(options.task, strategy, out=out, progress=progress, **where, **chosen)
         finally:
             progress.stop()
 
 
-def machines(options: Run) -> Cluster:
-    """The virtual cluster; what the command line says wins over the file."""
+def machines(options: Run) -> dict[str, Any]:
+    """Where to run: in real processes, or in a virtual cluster; what the command line says wins over its file."""
+    sizes = {name: getattr(options, name) for name in ("workers", "servers", "link", "bind")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if not is_virtual(options):
+        return {"workers": WORKERS, **given}
     from manyhands.virtual.cluster import Cluster
 
     cluster = Cluster.from_file(options.cluster) if options.cluster else Cluster()
-    sizes = {name: getattr(options, name) for name in ("workers", "servers")}
-    return replace(cluster, **{name: size for name, size in sizes.items() if size is not None})
+    return {"cluster": replace(cluster, **given)}
+
+
+class _News(logging.Handler):
+    """Says what happens when it happens: each a line on whatever stderr is by then, and kept."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+        print(f"manyhands: {self.said[-1]}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """Show what the library has to say about a run while it goes on: who was lost, who was turned away."""
+    news, log = _News(), logging.getLogger("manyhands")
+    log.addHandler(news)
+    try:
+        yield news.said
+    finally:
+        log.removeHandler(news)
 
 
 @contextmanager
@@ -122,16 +186,45 @@ def folder(chosen: Path | None, title: str) -> Iterator[Path]:
 def summary(facts: dict[str, Any]) -> str:
     """The result for people."""
     f = facts
+    virtual = "virtual " if f["world"] == "virtual" else ""
+    here = f"{f['wall_seconds']:.1f} s here" if virtual else f"{f['wall_seconds']:.1f} s with starting and ending"
+    steps = f"{f['steps']:,} steps" if f["stopped_at"] is None else f"stopped before step {f['steps']:,}"
     rows = {
         "test accuracy": None if f["test_accuracy"] is None else f"{f['test_accuracy']:.4f}",
         "final loss": None if f["final_loss"] is None else f"{f['final_loss']:.4f}",
-        "time": f"{f['seconds']:.4g} virtual seconds ({f['wall_seconds']:.1f} s here)",
-        "speed": f"{f['samples_per_second']:,.0f} samples per virtual second, {f['steps']:,} steps",
+        "time": f"{f['seconds']:.4g} {virtual}seconds ({here})",
+        "speed": f"{f['samples_per_second']:,.0f} samples per {virtual}second, {steps}",
         "sent": f"{f['bytes_sent'] / 1e6:,.1f} MB",
         "lag": None if f["mean_lag"] is None else f"{f['mean_lag']:.2f} on average, {f['max_lag']} at most",
         "waited": f"{f['waited_seconds']:.4g} s",
         "record": f["record"],
     }
-    rows |= {f"lost rank {rank}": why for rank, why in f["lost"]}
-    title = f"{f['method']} on {f['task']}: {f['workers']} workers, {f['servers']} servers, seed {f['seed']}"
-    return "\n".join([title, *(f"  {name:<14} {text}" for name, text in rows.items() if text is not None)])
+    place = "a virtual cluster" if virtual else f["link"]
+    title = f"{f['method']} on {f['task']}: {f['workers']} workers, {f['servers']} servers, {place}, seed {f['seed']}"
+    lost = [f"  lost rank {rank}: {why}" for rank, why in f["lost"]]
+    return "\n".join([title, *(f"  {name:<14} {text}" for name, text in rows.items() if text is not None), *lost])
+
+
+def how_to_go_on(result: Result, argv: Sequence[str]) -> str:
+    """Where a run stopped early, what was saved, and how to go on."""
+    from manyhands.runtime.checkpoint import found_in
+    from manyhands.runtime.resuming import folder_of
+
+    assert result.record is not None
+    out = result.record.parent
+    saved = next(iter(found_in(folder_of(out))), None)
+    if saved is None:
+        return f"stopped at step {result.stopped_at}; nothing was saved"
+    again = shlex.join(["manyhands", "train", *without("--resume", argv), "--resume", str(out)])
+    return f"stopped at step {saved.step}, saved in {saved.path}; to go on: {again}"
+
+
+def without(flag: str, argv: Sequence[str]) -> list[str]:
+    """The words of a command line but for one option and its value."""
+    words, left = iter(argv), []
+    for word in words:
+        if word == flag:
+            next(words, None)
+        elif not word.startswith(f"{flag}="):
+            left.append(word)
+    return left

@@ -224,6 +224,11 @@ class Flat:
             part.weights = memory
             self._point(part)
 
+    def collect_in(self, outgoing: Sequence[Tensor]) -> None:
+        """Let gradients and marks arrive in other memory, one tensor per part."""
+        for part, memory in zip(self.parts, outgoing, strict=True):
+            part.outgoing = memory
+
     def named(self) -> dict[str, Tensor]:
         """Every trainable parameter by name, copied."""
         return {place.name: self.weights(place.span).view(place.shape).clone() for place in self.places}

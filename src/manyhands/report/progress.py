@@ -3,11 +3,13 @@
     ssp on digits ━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━  62 %  loss 0.2134  15,310 samples/s  0:00:04 left
 
 A run calls `start` once with its budget, `step` with every line of its record, and `stop`, which may be called twice.
+Steps of real processes are told by the thread that watches over them, and a run may be stopped meanwhile.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
 REDRAW = 0.1
 """Seconds between two pictures of the bar."""
+SETTLED = 0.5
+"""Seconds after the first step from which on the rate no longer counts the time that it took to start."""
 
 
 class Progress(Protocol):
@@ -40,11 +44,14 @@ class Tally:
         self.samples = 0.0
         self.loss: float | None = None
         self.began = time.monotonic()
+        self._first: tuple[float, float] | None = None
         self._losses: list[float] = []
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Count one step."""
         self.samples = min(self.total, self.samples + (line.get("samples") or 0))
+        if self._first is None:
+            self._first = time.monotonic(), self.samples
         loss = line.get("loss")
         if loss is not None:
             self._losses.append(loss)
@@ -57,8 +64,11 @@ class Tally:
         return "" if self.loss is None else f"loss {self.loss:.4f}", f"{self.rate():,.0f} samples/s"
 
     def rate(self) -> float:
-        """Samples per second of the clock on the wall."""
-        return self.samples / max(time.monotonic() - self.began, 1e-9)
+        """Samples per second of the clock on the wall, since the first step if that was a while ago."""
+        now = time.monotonic()
+        if self._first is not None and now - self._first[0] >= SETTLED:
+            return (self.samples - self._first[1]) / (now - self._first[0])
+        return self.samples / max(now - self.began, 1e-9)
 
     def seconds_left(self) -> float:
         """What is left at this rate."""
@@ -73,6 +83,7 @@ class Bar:
         self.tally = Tally()
         self.drawn = 0.0
         self.drawing: Drawing | None = None
+        self._busy = threading.RLock()
 
     def start(self, total_samples: int, title: str) -> None:
         """Draw the empty bar."""
@@ -92,16 +103,18 @@ class Bar:
 
     def step(self, line: Mapping[str, Any]) -> None:
         """Count, and draw if the last picture is old enough."""
-        self.tally.add(line)
-        if time.monotonic() - self.drawn >= REDRAW:
-            self._draw()
+        with self._busy:
+            self.tally.add(line)
+            if time.monotonic() - self.drawn >= REDRAW:
+                self._draw()
 
     def stop(self) -> None:
         """Draw the last picture and let go of the terminal."""
-        if self.drawing is not None:
-            self._draw()
-            self.drawing.stop()
-            self.drawing = None
+        with self._busy:
+            if self.drawing is not None:
+                self._draw()
+                self.drawing.stop()
+                self.drawing = None
 
     def _draw(self) -> None:
         if self.drawing is None:

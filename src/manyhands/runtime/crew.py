@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -36,6 +37,7 @@ class Crew:
         self._pipes: dict[Connection, int] = {}
         self._returned: dict[int, bytes] = {}
         self._ended = threading.Event()
+        resource_tracker.ensure_running()  # begun later, it would let signals through that are held back then
         self._collector = threading.Thread(target=self._collect, name="manyhands-results", daemon=True)
 
     def start(self, watcher: Watcher) -> None:

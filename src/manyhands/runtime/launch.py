@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.core.errors import PeerLost, Refused
 from manyhands.runtime.crew import Context, Crew
 from manyhands.runtime.failures import exit_code, unpack
-from manyhands.runtime.rank import TOP_LEVEL
+from manyhands.runtime.rank import PR_SET_PDEATHSIG, TOP_LEVEL
 from manyhands.runtime.seat import Seat, seats
 from manyhands.runtime.watch import Watcher
 
@@ -27,6 +27,16 @@ if TYPE_CHECKING:
     from manyhands.core.protocols import Transport
 
 log = logging.getLogger("manyhands")
+
+BEFORE_SCRIPT = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+"""What a script's process does first: from then on it dies with its parent, and Ctrl-C is not for it. Takes 20 ms."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,7 @@ def _start(ranks: list[subprocess.Popen[bytes]], words: list[str], places: Seque
     common = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     for seat in places:
         process = subprocess.Popen(
-            [sys.executable, *words],
+            [sys.executable, "-P", "-S", "-c", BEFORE_SCRIPT, str(os.getpid()), *words],
             env={**common, **seat.environment()},
             stdin=subprocess.DEVNULL,
             process_group=0,
@@ -141,7 +151,7 @@ def _conduct(watcher: Watcher, start: Callable[[], None], *, patient: bool = Fal
     """Start the ranks and wait until they have ended. Whatever happens, none is left."""
     with watcher, _finishing_on_sigterm(watcher):
         watcher.start(patient=patient)
-        with _interrupts_ignored():
+        with _interrupts_held_back():
             start()
         watcher.wait()
 
@@ -159,9 +169,18 @@ def _handling(number: signal.Signals, handler: Any) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def _interrupts_ignored() -> Any:
-    """Processes started meanwhile ignore Ctrl-C too: they are stopped by us, in order."""
-    return _handling(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C comes later. From processes started meanwhile it stays away: they are stopped by us, in order."""
+    came: list[int] = []
+    with _handling(signal.SIGINT, lambda number, _: came.append(number)):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which those processes inherit
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _finishing_on_sigterm(watcher: Watcher) -> Any:

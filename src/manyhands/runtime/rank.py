@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 def main(seat: Seat, program: bytes, pipe: Connection) -> None:
     """The life of a rank. Errors of ours are told, not printed: whoever launched it raises the cause once."""
-    os.setpgid(0, 0)
+    _ignore_interrupts()
     _die_with_parent()
     import torch  # only here: whoever launches imports this module, and needs no torch
 
@@ -68,6 +68,13 @@ def _answer(run: Callable[[Transport], Any] | Exception, transport: Transport) -
         raise Refused(
             f"what rank {transport.rank} returns cannot be sent to the process that launched it: {error}"
         ) from None
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C is for whoever launched us, who stops us in order. It was held back since our process was made."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _die_with_parent() -> None:

@@ -1,8 +1,4 @@
-"""The port among real processes: threads for activities, sockets for order, shared memory for tensors of one host.
-
-A tensor for a rank of the same host is copied once into memory that both can see, or not at all if it lies there
-already (a slot, shared memory). To other hosts, and with the link "tcp" to all, its bytes go through the socket.
-"""
+"""The port among real processes: threads for activities, sockets for order, shared memory for tensors of one host."""
 
 from __future__ import annotations
 
@@ -18,17 +14,16 @@ from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, r
 from manyhands.core.lending import Seal, inside_backward
 from manyhands.core.protocols import ANY, Collective, Meta, Tag, carried_by
 from manyhands.runtime import wire
+from manyhands.runtime.freight import Freight, Load, plain
 from manyhands.runtime.lanes import Debts, Lanes, Loan
 from manyhands.runtime.links import Link, Reader, Writer
 from manyhands.runtime.mailbox import Doing, Mailbox, RealMessage
 from manyhands.runtime.member import Member
-from manyhands.runtime.memory import Buffers, HostLock, Memory
+from manyhands.runtime.memory import HostLock, Memory
 from manyhands.runtime.native import Native
 from manyhands.runtime.seat import Seat
-from manyhands.runtime.wire import Acks, Head, Piece
+from manyhands.runtime.wire import Acks, Head
 
-INLINE = 8 * 1024
-"""Bytes up to which a message is written into the socket also inside a host."""
 LAST_WORDS = 0.5
 """Seconds in which the socket of a lost rank must have said all that it still had."""
 VERDICT = 3.0
@@ -69,8 +64,7 @@ class RealTransport:
         self._mailbox = Mailbox(seat.rank)
         self._lanes = Lanes(seat.rank, self._mailbox.check)
         self._debts = Debts(at_once=seat.checks_lending)
-        self._landings = Buffers(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
-        self._outgoing = Buffers(self.memory.fresh)
+        self._freight = Freight(seat, self.memory)
         self._locks: dict[str, HostLock] = {}
         self._lock_file: int | None = None
         self._lock_table = threading.Lock()
@@ -99,7 +93,7 @@ class RealTransport:
         serial = self._lanes.open(to, tag, latest=latest)
         if serial is None:
             return
-        lent = [_plain(x) for x in tensors]
+        lent = [plain(x) for x in tensors]
         seals = tuple(Seal(x) for x in tensors) if self.seat.checks_lending else ()
         if to == self.rank:
             self._lanes.lend(to, serial, Loan(tag, None, seals))
@@ -107,40 +101,10 @@ class RealTransport:
             self._deliver(message, latest)
             return
         self.bytes_sent += sum([x.nbytes for x in lent])
-        pieces, body, buffer = self._placed(to, tag.name, lent) if lent else ((), (), None)
-        self._lanes.lend(to, serial, Loan(tag, buffer, seals))
-        head = Head(tag.name, tag.key, serial, tag.credit, latest, meta, pieces, self._debts.take(to))
-        self._links[to].send([wire.pack(head), *body])
-
-    def _placed(
-        self, to: int, name: str, tensors: list[Tensor]
-    ) -> tuple[tuple[Piece, ...], list[bytes | memoryview], Tensor | None]:
-        """Where the tensors are for their receiver: in the body, or in memory of this host."""
-        near = self.seat.link == "shm" and self.hosts[to] == self.host
-        if near and sum([x.nbytes for x in tensors]) > INLINE:
-            pieces, buffer = self._shown(to, name, tensors)
-            return tuple(pieces), [], buffer
-        body: list[bytes | memoryview] = []
-        for x in tensors:
-            body.append(wire.as_bytes(x))
-            body.append(bytes(wire.padded(x.nbytes) - x.nbytes))
-        return tuple([Piece(x.dtype, tuple(x.shape)) for x in tensors]), body, None
-
-    def _shown(self, to: int, name: str, tensors: list[Tensor]) -> tuple[list[Piece], Tensor | None]:
-        found = [self.memory.find(x) for x in tensors]
-        need = sum([wire.padded(x.nbytes) for x, place in zip(tensors, found, strict=True) if place is None])
-        buffer = self._outgoing.take((to, name), need) if need else None
-        pieces, start = [], 0
-        for x, place in zip(tensors, found, strict=True):
-            piece = Piece(x.dtype, tuple(x.shape))
-            if place is None:
-                assert buffer is not None
-                wire.placed(buffer, piece, start).copy_(x)
-                region, size, base = self.memory.find(buffer) or ("", 0, 0)
-                place = region, size, base + start
-                start += wire.padded(x.nbytes)
-            pieces.append(piece._replace(region=place[0], size=place[1], offset=place[2]))
-        return pieces, buffer
+        load = self._freight.load(to, tag.name, lent) if lent else Load()
+        self._lanes.lend(to, serial, Loan(tag, load.buffer, seals))
+        head = Head(tag.name, tag.key, serial, tag.credit, latest, meta, load.pieces, self._debts.take(to))
+        self._links[to].send([wire.pack(head), *load.body])
 
     def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> RealMessage | None:
         if inside_backward():
@@ -148,20 +112,10 @@ class RealTransport:
         message = self._mailbox.receive(tags, frm, timeout, self._doing())
         if message is not None:
             if message.pieces:
-                message.tensors = self._seen(message)
+                message.tensors = self._freight.unload(message)
             if not message.tensors:
                 message.release()
         return message
-
-    def _seen(self, message: RealMessage) -> tuple[Tensor, ...]:
-        body = torch.empty(0, dtype=torch.uint8) if message.body is None else message.body
-        inline = iter(wire.cut(body, message.pieces))
-        return tuple(
-            [
-                wire.placed(self.memory.region(p.region, p.size), p, p.offset) if p.region else next(inline)
-                for p in message.pieces
-            ]
-        )
 
     def _doing(self) -> Doing:
         doing: Doing = getattr(self._here, "doing", self._main)
@@ -175,7 +129,7 @@ class RealTransport:
 
     def _release(self, message: RealMessage) -> None:
         if message.body is not None:
-            self._landings.give_back((message.frm, message.name), message.body)
+            self._freight.landings.give_back((message.frm, message.name), message.body)
         acks = self._debts.released(message.frm, message.name, message.serial, message.credit)
         if acks:
             self._links[message.frm].send([wire.pack_acks(acks)])
@@ -186,7 +140,7 @@ class RealTransport:
     # -- what links bring (the reader's thread) ---------------------------------------------------
 
     def land(self, peer: int, head: Head, nbytes: int) -> Tensor:
-        return self._landings.take((peer, head.name), nbytes)
+        return self._freight.landings.take((peer, head.name), nbytes)
 
     def arrived(self, peer: int, head: Head, body: Tensor | None) -> None:
         acks = self._debts.arrived(peer, head.name, head.credit)
@@ -201,7 +155,7 @@ class RealTransport:
             if any(seal.broken() for seal in loan.seals):
                 self.fail(ChangedInFlight(self.rank, loan.tag))
             if loan.buffer is not None:
-                self._outgoing.give_back((peer, loan.tag.name), loan.buffer)
+                self._freight.outgoing.give_back((peer, loan.tag.name), loan.buffer)
         self._lanes.come_back(peer, acks)
 
     def left(self, peer: int) -> None:
@@ -339,11 +293,6 @@ class RealTransport:
         if self.rank not in group:
             raise ManyhandsError(f"rank {self.rank} is not in the group {list(group)}")
         return Native(self, group)
-
-
-def _plain(x: Tensor) -> Tensor:
-    """The tensor as it travels: without history, in one piece, in main memory (from a GPU: untested)."""
-    return x.detach().cpu().contiguous()
 
 
 def _later(seconds: float, call: Callable[[], None]) -> None:

@@ -30,6 +30,8 @@ GRACE = 1.5
 """Seconds between the end of a run and the end of ranks that do not end themselves."""
 HASTE = 1.0
 """The same when somebody waits for it."""
+PATIENCE = 30.0
+"""Seconds in which ranks that are to stop must come to a good moment."""
 
 
 class Authority(Protocol):
@@ -86,6 +88,7 @@ class Watcher:
         self._speakers: dict[Line, int | None] = {}
         self._watched: set[int] = set()
         self._grace, self._patient, self._all_started = GRACE, False, False
+        self._finishing = False
         self._error: Exception | None = None
         self.events = Events()
         self._door = Door(_listen(seat.watcher), seat.secret, self.events, self._admitted)
@@ -110,8 +113,8 @@ class Watcher:
         self._vigil.watch(rank, pid, exit_code)
 
     def finish(self) -> None:
-        """Ask all ranks to stop at the next good moment. A signal handler may call this."""
-        self.events.post(self._authority.finish)
+        """Ask all ranks to stop at the next good moment; asked twice, stop at once. A signal handler may call this."""
+        self.events.post(self._finish)
 
     def wait(self) -> None:
         """All ranks have been started: wait until they have ended."""
@@ -173,6 +176,15 @@ class Watcher:
         self._all_started = True
         if self.cause is not None:  # some may have been started after the others were killed
             self.events.later(self._grace, self._vigil.kill)
+
+    def _finish(self) -> None:
+        if self._finishing:
+            self._hurry({"kind": "error", "text": "the run was told to stop twice: it stopped at once"})
+            return
+        self._finishing = True
+        self._authority.finish()
+        late = f"the run was told to stop, but came to no good moment for it within {PATIENCE:g} s"
+        self.events.later(PATIENCE, partial(self._hurry, {"kind": "error", "text": late}))
 
     def _hurry(self, cause: Facts) -> None:
         self._grace = HASTE

@@ -8,7 +8,7 @@ what   raw         how   any Rule, the same on every worker
 
 Between hosts the gradient leaves in buckets while the backward pass is still running: the last layers
 come first. An activity of its own does the exchange, since nobody may wait inside a backward pass.
-Inside one host moving bytes is computing, so there one exchange follows the backward pass.
+Inside one host moving bytes is computing, so there workers pool their weights: each moves its own stretch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from manyhands.core.protocols import At, Batch, Rule, Saved, Tag, Weights, recv
 from manyhands.core.saving import join, pieces, restore, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
+from manyhands.topology.pool import Pool
 
 BUCKET, REDUCED = Tag("bucket", credit=4096), Tag("reduced", credit=4096)
 
@@ -42,16 +43,23 @@ class AllReduce:
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; whether buckets may leave early."""
-        self.held = replica(w.flat, self.rule)
+        hosts = {w.transport.hosts[rank] for rank in w.workers}
+        self.pool = None
+        if len(hosts) == 1 < len(w.workers) and self.collective == "auto" and not w.flat.is_meta:
+            self.pool = Pool(w, self.rule)
+        self.held = replica(w.flat, self.rule) if self.pool is None else self.pool.held
         self.sum = all_reducer(self.collective, w.transport, w.workers)
         self.buckets = w.flat.buckets()
-        hosts = {w.transport.hosts[rank] for rank in w.workers}
         self.overlaps = len(hosts) > 1 and len(self.buckets) > 1
         if self.overlaps:
             w.transport.spawn(lambda: self.exchange(w), daemon=True)
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Compute, sum over everyone, update."""
+        if self.pool is not None:
+            loss = w.gradient(batch)
+            self.pool.step()
+            return loss
         if self.overlaps:
             loss = self.step_with_overlap(w, batch)
         else:
@@ -92,7 +100,10 @@ class AllReduce:
         return w.named() if w.rank == w.lead else None
 
     def state(self, w: Worker) -> Saved | None:
-        """What the rule remembers, which is the same on every worker."""
+        """What the rule remembers, which is the same on every worker, or pooled."""
+        if self.pool is not None:
+            pooled = self.pool.state()
+            return None if pooled is None else under("rule", pooled)
         return under("rule", join(pieces(self.held, w.flat.places))) if w.rank == w.lead else None
 
     def restore(self, w: Worker, saved: Saved) -> None:

@@ -1,0 +1,90 @@
+"""Pool: the workers of one host have one memory for the weights, and each of them moves its own stretch of it.
+
+    each rank:  meet · w[span r] <- w[span r] + rule(mean of all gradients on span r) · meet
+
+Gradients arrive in memory that all can read, so nothing is sent or copied but two small messages, and each update is
+made once, not P times. The first meeting says that all gradients are there, the second that all weights have moved
+(and that nobody reads gradients any more). It is for methods in lock step only: others would compute on weights that
+move under their hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core.gather import gather
+from manyhands.core.holding import Holding
+from manyhands.core.protocols import At, Rule, Saved
+from manyhands.core.saving import Piece, join, pieces
+from manyhands.core.worker import Worker
+from manyhands.topology.collectives.group import Group
+from manyhands.topology.servers.sharding import cut
+
+
+class Pool:
+    """One worker's part of it. The model's weights and gradients move into the common memory."""
+
+    def __init__(self, w: Worker, rule: Rule) -> None:
+        self._w = w
+        self._group = Group(w.transport, w.workers, "pool")
+        self._take_in_weights()
+        self._gradients = [self._memory(rank) for rank in w.workers]
+        w.flat.collect_in(self._gradients[self._group.place])
+        shards = cut(w.flat, "size", len(w.workers), rule, at_most=True)
+        mine = shards[self._group.place] if self._group.place < len(shards) else []
+        self.held = [Holding(span, w.flat.weights(span), w.flat.places, rule) for span in mine]
+
+    @torch.no_grad()
+    def _take_in_weights(self) -> None:
+        """Whoever comes first brings the weights."""
+        t, parts = self._w.transport, self._w.flat.parts
+        with t.lock("pool"):
+            filled = t.shared("pool.filled", 1, torch.uint8)
+            memory = [t.shared(f"pool.weights{n}", p.weights.numel(), p.weights.dtype) for n, p in enumerate(parts)]
+            if not filled.item():
+                for shared, part in zip(memory, parts, strict=True):
+                    shared.copy_(part.weights)
+                filled.fill_(1)
+        self._w.flat.move_to(memory)
+
+    def _memory(self, rank: int) -> list[Tensor]:
+        """Where the gradient of a worker lies."""
+        shared, parts = self._w.transport.shared, self._w.flat.parts
+        return [shared(f"pool.gradient{rank}.{n}", p.outgoing.numel(), p.outgoing.dtype) for n, p in enumerate(parts)]
+
+    def step(self) -> None:
+        """All gradients are in their places, or will be: move the weights by their mean."""
+        w, workers = self._w, len(self._gradients)
+        self._group.meet()
+        untouched = self._untouched()
+        for held in self.held:
+            part, start, stop = held.span
+            w.move((workers + 2) * held.weights.nbytes)
+            gradients = [memory[part][start:stop] for memory in self._gradients]
+            held.merge(gradients, At(held.weights, samples=w.samples, count=workers), untouched)
+        self._group.meet()
+
+    def _untouched(self) -> Sequence[int]:
+        """The parameters that nobody touched: the marks lie behind the gradients."""
+        found: list[int] = []
+        for number, part in enumerate(self._w.flat.parts):
+            marks = [memory[number][part.weights.numel() :] for memory in self._gradients]
+            if not any(bool(one.all()) for one in marks):
+                first, total = part.places[0].mark, torch.stack(marks).sum(0)
+                found += [first + n for n in torch.nonzero(total == 0).flatten().tolist()]
+        return found
+
+    def state(self) -> Saved | None:
+        """What the rules of all stretches remember, on the lead."""
+        mine = list(pieces(self.held, self._w.flat.places))
+        gathered = gather(self._w, tuple(piece[:2] for piece in mine), [piece.values for piece in mine])
+        if gathered is None:
+            return None
+        return join(
+            Piece(name, start, values)
+            for meta, tensors in gathered.values()
+            for (name, start), values in zip(meta, tensors, strict=True)
+        )

@@ -1,0 +1,228 @@
+"""A rank is killed, stopped, ends or fails: the run goes on or stops, as its method promises, and says who and why."""
+
+import functools
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+
+import manyhands as mh
+from manyhands.runtime import launch as launching
+from manyhands.runtime import memfd
+from manyhands.runtime.launch import launch, run_script
+
+from .tools import (
+    LIMIT,
+    Strike,
+    end,
+    exit_in_the_model,
+    fail_in_the_model,
+    kill,
+    kill_the_last,
+    net,
+    net_of_its_own,
+    no_number,
+    small,
+    stop,
+    struck,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+MANY = 10**6
+KILLED = "it was killed by SIGKILL"
+STOPPED = "it was stopped (SIGSTOP) and has been killed"
+FAULTS = pytest.mark.parametrize(("act", "why"), [(kill, KILLED), (stop, STOPPED)], ids=["SIGKILL", "SIGSTOP"])
+
+
+def messages(caplog):
+    return [record.getMessage() for record in caplog.records if record.name == "manyhands"]
+
+
+# -- everyone is needed -------------------------------------------------------------------------------
+
+
+@FAULTS
+@pytest.mark.parametrize(
+    ("method", "link"), [(mh.bsp, "shm"), (mh.bsp, "tcp"), (mh.gpipe, "shm"), (mh.pipedream, "tcp")]
+)
+def test_a_method_that_needs_everyone_stops_at_once(method, link, act, why, tmp_path, caplog, capfd):
+    strike = Strike(act, tmp_path)
+    with pytest.raises(mh.PeerLost, match=f"^rank 1 is lost: {why.replace('(', '.').replace(')', '.')}$"):
+        mh.train(small(), struck(method(lr=0.01), strike), workers=2, link=link, steps=MANY)
+    assert strike.seconds_ago() < LIMIT
+    assert messages(caplog) == [f"rank 1 is lost: {why}"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_any_method_stops_without_its_server(tmp_path, caplog, capfd):
+    strike = Strike(kill_the_last, tmp_path, rank=0)
+    with pytest.raises(mh.PeerLost, match=f"^rank 2 is lost: {KILLED}$"):
+        mh.train(small(), struck(mh.ssp(lr=0.01), strike), workers=2, servers=1, steps=MANY)
+    assert strike.seconds_ago() < LIMIT
+    assert messages(caplog) == [f"rank 2 is lost: {KILLED}"]
+    assert capfd.readouterr() == ("", "")
+
+
+# -- the others go on ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "act", "why"),
+    [
+        (mh.ssp, kill, KILLED),
+        (mh.ssp, stop, STOPPED),
+        (mh.downpour, kill, KILLED),
+        (functools.partial(mh.easgd, asynchronous=True), kill, KILLED),
+        (mh.ad_psgd, kill, KILLED),
+        (mh.hogwild, kill, KILLED),
+    ],
+    ids=["ssp", "ssp stopped", "downpour", "easgd asynchronous", "ad_psgd", "hogwild"],
+)
+def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path):
+    strike = Strike(act, tmp_path)
+    result = mh.train("digits", struck(method(), strike), workers=3)
+    assert result.lost == [(1, why)]
+    lines = [line for line in result.records if "loss" in line]
+    taken = {rank: sum(line["rank"] == rank for line in lines) for rank in range(3)}
+    assert taken[0] + taken[2] == result.steps * 3 - strike.step - 1, "it took its last one with it"
+    assert taken[0] > 0 and taken[2] > 0
+    assert result.test_accuracy >= 0.93
+
+
+# -- a worker that ends by itself ---------------------------------------------------------------------
+
+
+def test_a_worker_that_ends_without_a_word_is_named(tmp_path):
+    strike = Strike(end, tmp_path)
+    with pytest.raises(mh.PeerLost, match=r"^rank 1 is lost: it ended without a word \(exit code 0\)$"):
+        mh.train(small(), struck(mh.bsp(lr=0.01), strike), workers=2, steps=MANY)
+    assert strike.seconds_ago() < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [(fail_in_the_model, "ZeroDivisionError: an error of my own"), (exit_in_the_model, "SystemExit: 0")],
+)
+def test_an_error_in_a_model_is_shown_once(act, text, tmp_path, capfd):
+    strike = Strike(act, tmp_path)
+    with pytest.raises(mh.ManyhandsError, match=f"^rank 1 failed: {text}$"):
+        mh.train(small(), struck(mh.ssp(lr=0.01), strike), workers=2, steps=MANY)
+    assert strike.seconds_ago() < LIMIT
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1 and said.rstrip().endswith(text)
+
+
+# -- no numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [mh.bsp, mh.ssp])
+def test_a_loss_that_is_no_number_stops_everyone(method, tmp_path, capfd):
+    strike = Strike(no_number, tmp_path)
+    with pytest.raises(mh.Diverged, match="the loss is nan on rank 1 at step 5") as caught:
+        mh.train(small(), struck(method(lr=0.01), strike), workers=2, out=tmp_path, steps=MANY)
+    assert (caught.value.rank, caught.value.step) == (1, 5)
+    assert strike.seconds_ago() < LIMIT
+    assert capfd.readouterr() == ("", "")
+
+
+# -- the command line ---------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys
+import manyhands as mh
+from real.tools import net, small
+task, rank = small(), int(os.environ["RANK"])
+with mh.join(net({width}), strategy=mh.{method}(lr=0.01), loss=task.loss) as hands:
+    for step, (x, y) in enumerate(hands.share(task.data, 4, steps=10**6)):
+        if (rank, step) == (1, 5):
+            {act}
+        try:
+            hands.step(x, y)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+            raise SystemExit(1)
+"""
+"""A loop of one's own; each rank says what it saw of the end."""
+
+
+@pytest.mark.parametrize(
+    ("method", "act", "code", "seen"),
+    [
+        ("bsp", "os.kill(os.getpid(), signal.SIGKILL)", 3, f"PeerLost rank 1 is lost: {KILLED}"),
+        ("bsp", "x *= float('nan')", 4, "Diverged the loss is nan on rank 1 at step 5"),
+        ("ssp", "x *= float('nan')", 4, "Diverged the loss is nan on rank 1 at step 5"),
+    ],
+)
+def test_the_exit_code_and_every_survivor_say_why(method, act, code, seen, tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(width=8, method=method, act=act))
+    ended, out, said = start("-m", "manyhands.cli", "run", "-n", 3, script).ended()
+    assert ended == code
+    survivors = 2 if code == 3 else 3
+    assert [line[: len(seen)] for line in out.splitlines()] == [seen] * survivors
+    assert said.count(seen.split(" ", 1)[1]) == 1 and len(said.splitlines()) == 1
+
+
+# -- who cannot begin ---------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused_and_its_rank_named(tmp_path):
+    own = functools.partial(net_of_its_own, os.getpid(), tmp_path)
+    with pytest.raises(mh.Refused, match="^rank 1 has another model than rank 0: 0.weight"):
+        mh.train(small(own), mh.ssp(lr=0.01), workers=2, steps=MANY)
+
+
+def test_another_model_is_refused_in_a_loop_of_ones_own(tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(width="8 + 8 * (rank == 1)", method="ssp", act="pass"))
+    ended, _, said = start("-m", "manyhands.cli", "run", "-n", 2, script).ended()
+    assert ended == 2
+    assert said.splitlines()[-1].startswith("manyhands: rank 1 has another model than rank 0: 0.weight [16, 4]")
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path, caplog):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(3600)\n"
+        "from manyhands.runtime.join import connect\ntry: connect()\nexcept Exception: pass\n"
+    )
+    assert run_script(str(script), [], workers=2, deadline=1.0) == 1
+    assert messages(caplog) == ["rank 1 has not come within 1 s"]
+
+
+class Elsewhere(str):
+    """An address to listen on that says it is another."""
+
+    def __format__(self, spec):
+        return "127.0.0.1"
+
+
+def nothing(transport):
+    return None
+
+
+def test_ranks_that_cannot_reach_each_other_are_named(monkeypatch):
+    def seats(*numbers, **knobs):
+        first, *others = whole(*numbers, **knobs)
+        return [replace(first, bind=Elsewhere("127.0.0.2")), *others]
+
+    whole = launching.seats
+    monkeypatch.setattr(launching, "seats", seats)
+    with pytest.raises(mh.Refused, match=r"^rank 1 cannot reach rank 0 at 127\.0\.0\.1:\d+: "):
+        launch(nothing, workers=2, link="tcp")
+
+
+def test_a_shortage_of_memory_is_an_error_that_says_how_much_there_is(monkeypatch):
+    monkeypatch.setattr(memfd, "free_bytes", lambda: 1000)
+    with pytest.raises(mh.ManyhandsError, match=r"^the shared memory '.*' needs .* MB: only 0\.0 MB are free$"):
+        mh.train(small(functools.partial(net, 4000)), mh.ssp(lr=0.01), workers=2, steps=MANY)
+
+
+def test_signals_are_handled_as_before(tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    mh.train(small(), mh.bsp(lr=0.01), workers=1, steps=1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
