@@ -4,13 +4,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test lint types docs bench clean
+.PHONY: demo test soak lint types docs bench clean
 
 demo: $(READY)
-	$(BIN)/manyhands train ssp --task digits --virtual --workers 4 --seed 0
+	$(BIN)/manyhands train ssp --task digits --workers 2 --seed 0
 
 test: lint types
 	$(BIN)/pytest -n 2
+
+# The fault tests, 20 times in a row: about an hour.
+soak: $(READY)
+	$(BIN)/python tests/soak.py 20
 
 lint: $(READY)
 	$(BIN)/ruff check

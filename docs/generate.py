@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from manyhands.cli.index import Knob, Method, methods
 
 FOLDER = Path(__file__).resolve().parent / "methods"
+FROM_LOSS = re.compile(r"(?:^|(?<=[.;] ))[^.;]*\ba lost (?:worker|client)\b.*", re.IGNORECASE)
+"""What a card says about a lost worker: from there to the end of its paragraph."""
+ENDS = """A run of real processes that goes on ends with exit code 0 and names the rank that was lost. One that cannot
+goes down on every other rank within about two seconds, with exit code 3, the rank and the cause. Under torchrun any
+death ends the job: that is its own rule."""
 NOTE = "<!-- Written by `make docs` from the docstring in src/manyhands/catalog/. Change that one. -->"
 
 
@@ -26,21 +32,32 @@ def overview(found: list[Method]) -> str:
 
 def page(method: Method) -> str:
     """One method's card."""
-    card = method.card
+    name, card = method.name, method.card
     recipe = method.recipe.relative_to(method.package)
     return "\n".join(
         [
-            f"{NOTE}\n# {method.name}\n\n{card.summary}\n",
+            f"{NOTE}\n# {name}\n\n{card.summary}\n",
             f"{card.text}\n",
+            f"## When a worker dies\n\n{when_lost(method)}\n\n{ENDS}\n",
             "## Knobs\n\n| knob | type | default | meaning |\n|---|---|---|---|",
             *map(row, method.knobs),
             f"\n## Paper\n\n{card.paper}\n",
             "## Read the code\n",
             *[f"- `{loop.name}` in {source(loop.path)}" for loop in card.loops],
             f"- the recipe, `{method.function}`, in {source(str(recipe))}\n",
-            f"## Try it\n\n```\nmanyhands train {method.name} --virtual\nmanyhands explain {method.name}\n```\n",
+            "## Try it\n\n```",
+            *[f"manyhands {words}" for words in (f"train {name}", f"train {name} --virtual", f"explain {name}")],
+            "```\n",
         ]
     )
+
+
+def when_lost(method: Method) -> str:
+    """What a lost worker means, in the words of the card."""
+    for paragraph in method.card.text.split("\n\n"):
+        if found := FROM_LOSS.search(" ".join(paragraph.split())):
+            return found[0][0].upper() + found[0][1:]
+    raise SystemExit(f"the card of {method.name} does not say what happens when a worker is lost")
 
 
 def row(knob: Knob) -> str:

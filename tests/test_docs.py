@@ -1,13 +1,17 @@
 """The documentation is up to date, its links lead somewhere, and the README does what it says."""
 
+import difflib
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LOOPS = ("plain_loop.py", "own_loop.py")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -60,9 +64,52 @@ def test_the_readme_names_every_method():
         assert f"({method.facts()['file']})" in row and "http" in row
 
 
-def test_the_python_of_the_readme_trains():
+def test_the_readme_says_of_every_method_what_a_dead_worker_means():
+    from manyhands.cli.index import methods
+
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    example = next(code for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "mh.train(" in code)
-    names = {}
-    exec(compile(example, "README.md", "exec"), names)
-    assert names["result"].test_accuracy > 0.8
+    part = text[text.index("## When a worker dies") :].partition("\n## ")[0]
+    named = [name for row in re.findall(r"^\| (`.+?) \|", part, re.MULTILINE) for name in re.findall(r"`(\S+)`", row)]
+    assert sorted(named) == sorted(methods())
+
+
+def test_the_readme_has_every_exit_code():
+    from manyhands.cli import HELP
+    from manyhands.cli.train import STOPPED
+    from manyhands.runtime.failures import CODES
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    codes = {0, STOPPED, *(code for _, code in CODES)}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)} == codes
+    listed = HELP.partition("exit codes: ")[2]
+    assert {int(code) for code in re.findall(r"\b\d+\b", listed)} == codes
+
+
+def test_the_diff_of_the_readme_is_that_of_the_examples():
+    plain, own = ((ROOT / "examples" / name).read_text(encoding="utf-8").splitlines() for name in LOOPS)
+    diff = "\n".join(difflib.unified_diff(plain, own, *LOOPS, n=1, lineterm=""))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"```diff\n(.*?)\n```", text, flags=re.DOTALL) == [diff]
+
+
+def test_the_demo_of_the_readme_is_that_of_the_makefile():
+    command = re.search(r"^demo:.*\n\t\$\(BIN\)/manyhands (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert command == "train ssp --task digits --workers 2 --seed 0"
+    assert "\nssp on digits: 2 workers, 0 servers, link shm, seed 0\n" in (ROOT / "README.md").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_the_python_of_the_readme_trains(tmp_path):
+    """In a file of its own, since real workers import it."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", text, flags=re.DOTALL)
+    ((code, shown),) = blocks
+    script = tmp_path / "ten_lines.py"
+    script.write_text(code, encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (real, *virtual), (real_then, *virtual_then) = done.stdout.splitlines(), shown.splitlines()
+    assert virtual == virtual_then, "virtual time gives the same again"
+    pattern = r"2 processes: (0\.\d{3}) after \d+\.\d\d seconds"
+    assert re.fullmatch(pattern, real_then) and float(re.fullmatch(pattern, real)[1]) > 0.93

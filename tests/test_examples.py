@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(*command, cwd):
-    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False, env=one_thread
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -85,3 +89,20 @@ def test_your_own_task_from_the_command_line(tmp_path):
     assert answer["method"] == "ssp" and answer["workers"] == 4
     first = json.loads(Path(answer["record"]).read_text(encoding="utf-8").splitlines()[1])
     assert answer["final_loss"] < first["loss"] / 2
+
+
+SAYS = r"last loss 0\.\d{3}, (9\d\.\d)% of the points are told apart\n"
+
+
+def test_plain_loop(tmp_path):
+    assert re.fullmatch(SAYS, run(EXAMPLES / "plain_loop.py", cwd=tmp_path).stdout)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [("manyhands.cli", "run", "-n", "2"), ("torch.distributed.run", "--nproc-per-node", "2")],
+    ids=["manyhands run", "torchrun"],
+)
+def test_own_loop(launcher, tmp_path):
+    done = run("-m", *launcher, EXAMPLES / "own_loop.py", cwd=tmp_path)
+    assert re.fullmatch(SAYS, done.stdout), "the lead alone speaks"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from manyhands.virtual.faults import CutLink, Die, Slow, SlowLink, Stop
     from manyhands.virtual.world import on_ranks
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "manyhands.codecs": ["codecs"],

@@ -57,14 +57,12 @@ class Training:
         self.has_begun = False
         self.replicas = len(self.worker.workers)
         """How many copies of the model the workers hold together."""
+        self._divides = isinstance(self.strategy, Divides)
         if isinstance(self.strategy, Divides):
             self.replicas = self.strategy.replicas(self.replicas)
-        self._refuse_misplaced()
-
-    @property
-    def streams(self) -> bool:
+        self.streams = isinstance(self.strategy, Pipeline) and self.strategy.micro_batches is None
         """Whether mini-batches of successive steps are in flight together."""
-        return isinstance(self.strategy, Pipeline) and self.strategy.micro_batches is None
+        self._refuse_misplaced()
 
     def begin(self, batch_size: int | None, steps: int) -> None:
         """Set up, once. `steps` mini-batches are announced, to those who must know; the batch size may be unknown."""
@@ -88,6 +86,7 @@ class Training:
             strategy.setup(w)
             gather(w)  # whoever is set up may send, so all must be
 
+    @torch.no_grad()
     def step(self, batch: Fields) -> float | None:
         """Consume one mini-batch; the newest known loss."""
         w = self.worker
@@ -96,7 +95,7 @@ class Training:
                 f"step {w.step + 1} is one more than was announced, but a pipeline that streams must know when its "
                 "last mini-batch comes: take mini-batches from share()"
             )
-        if isinstance(self.strategy, Divides) and (batch.names or len(batch) != 2):
+        if self._divides and (batch.names or len(batch) != 2):
             raise Refused(f"a step has {len(batch)} fields, but in a pipeline must have two, unnamed: input and target")
         if batch.samples != w.batch_size:
             self._check(batch.samples)

@@ -5,10 +5,11 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from manyhands.report.progress import Bar, Lines, clock
+from manyhands.report.progress import Bar, Lines, Tally, clock
 
 
 def play(progress, steps=40, samples=25, loss=0.5):
@@ -61,3 +62,40 @@ def test_a_terminal_gets_a_bar_and_a_pipe_lines():
     os.close(mine)
     os.close(theirs)
     assert (watched.stdout.strip(), piped.stdout.strip()) == ("Bar", "Lines")
+
+
+@pytest.fixture
+def hands_of_the_clock(monkeypatch):
+    """A clock that the test moves."""
+    now = [100.0]
+    monkeypatch.setattr("manyhands.report.progress.time.monotonic", lambda: now[0])
+    return now
+
+
+def test_the_rate_does_not_count_the_time_it_took_to_start(hands_of_the_clock):
+    tally = Tally(1000)
+    hands_of_the_clock[0] += 10
+    tally.add({"samples": 50})
+    assert tally.rate() == 5, "one step says nothing about the rate yet"
+    hands_of_the_clock[0] += 2
+    tally.add({"samples": 100})
+    assert (tally.rate(), tally.seconds_left()) == (50, 17)
+
+
+def test_a_bar_is_not_stopped_while_another_thread_draws():
+    bar = Bar("ssp on digits", io.StringIO())
+    bar.start(100, "digits")
+    draw, stopping, seen = bar.drawing.update, threading.Thread(target=bar.stop), []
+
+    def stopped_meanwhile(*words, **named):
+        bar.drawing.update = draw
+        stopping.start()
+        stopping.join(0.2)  # it would be done by then
+        seen.append(bar.drawing)
+        draw(*words, **named)
+
+    bar.drawing.update = stopped_meanwhile
+    bar.step({"samples": 1, "loss": 0.5})
+    stopping.join()
+    assert seen != [None] and bar.drawing is None
+    bar.step({"samples": 1, "loss": 0.5})  # one that comes late is no error

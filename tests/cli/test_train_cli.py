@@ -13,7 +13,7 @@ COMMAND = [sys.executable, "-m", "manyhands.cli"]
 FIELDS = {
     *("method", "world", "workers", "servers", "steps", "seconds", "wall_seconds", "samples_per_second", "final_loss"),
     *("test_accuracy", "bytes_sent", "mean_lag", "max_lag", "waited_seconds", "weights_sha256", "record", "task"),
-    *("seed", "lost"),
+    *("seed", "lost", "link", "stopped_at"),
 }
 
 
@@ -41,14 +41,16 @@ def refused(done, *says):
 def test_help_has_examples_and_exit_codes(manyhands, words):
     done = manyhands(*words)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "examples:" in done.stdout and "3 a peer was lost" in done.stdout
+    assert "examples:" in done.stdout
+    for meaning in ("0 done", "1 error", "2 bad", "3 a peer was lost", "4 training", "130 interrupted", "143 stopped"):
+        assert meaning in done.stdout
 
 
 def test_version(manyhands):
     assert re.fullmatch(r"manyhands \d+\.\d+\.\d+\S*\n", manyhands("--version").stdout)
 
 
-@pytest.mark.parametrize("verb", ["train", "list", "explain", "env", "bench"])
+@pytest.mark.parametrize("verb", ["train", "run", "list", "explain", "env", "bench"])
 def test_every_verb_has_help_with_examples(manyhands, verb):
     done = manyhands(verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -58,6 +60,7 @@ def test_every_verb_has_help_with_examples(manyhands, verb):
 def test_help_of_a_method_shows_its_knobs_and_all_options(manyhands):
     text = manyhands("train", "ssp", "--help").stdout
     flags = "staleness lr codec task workers servers steps epochs batch-size seed virtual cluster data out json"
+    flags += " link bind checkpoint-every resume"
     for flag in re.findall(r"\S+", flags):
         assert f"--{flag}" in text
     assert "(default: 3)" in text and "examples:" in text
@@ -76,14 +79,29 @@ def test_wrong_names_are_refused_with_the_nearest(manyhands):
 def test_wrong_values_are_refused(manyhands):
     assert refused(manyhands("train"), "name the method first")
     assert refused(manyhands("train", "--virtual", "ssp"), "name the method first")
-    assert refused(manyhands("train", "ssp"), "--virtual", "next release")
+    assert refused(manyhands("train", "ssp", "--link", "udp"), "--link", "udp")
+    assert refused(manyhands("train", "ssp", "--checkpoint-every", 0), "checkpoint_every is 0, but must be > 0")
     assert refused(manyhands("train", "ssp", "--virtual", "--steps", 3, "--epochs", 2), "only one")
     assert refused(manyhands("train", "ssp", "--staleness", "far"), "--staleness", "far")
     assert refused(manyhands("train", "ssp", "--virtual", "--codec", "topk(1+1)"), "1 + 1")
     assert refused(manyhands("train", "ssp", "--virtual", "--workers", 0), "workers is 0, but must be >= 1")
     assert refused(manyhands("train", "ssp", "--virtual", "--batch-size", 0), "batch_size is 0")
     assert refused(manyhands("train", "ssp", "--cluster", "none.toml"), "none.toml")
+    assert refused(manyhands("train", "ssp", "--task", "mnist", "--data", "nowhere"), "nowhere")
+    assert refused(manyhands("train", "ssp", "--resume", "nowhere"), "nowhere holds no checkpoint")
     assert refused(manyhands("explain"), "METHOD")
+
+
+@pytest.mark.parametrize("virtual", [("--virtual",), ("--cluster", "cluster.toml")])
+@pytest.mark.parametrize(("flag", "value"), [("link", "tcp"), ("bind", "127.0.0.1")])
+def test_a_virtual_cluster_has_links_of_its_own(manyhands, tmp_path, virtual, flag, value):
+    (tmp_path / "cluster.toml").write_text("workers = 2\n")
+    done = manyhands("train", "ssp", *virtual, f"--{flag}", value)
+    assert refused(done, f"{flag} is {value}, but must be left out", "links of its own")
+
+
+def test_an_address_nobody_would_listen_on_is_refused(manyhands):
+    assert refused(manyhands("train", "ssp", "--bind", "127.0.0.1"), "bind is 127.0.0.1", "--link tcp")
 
 
 def test_list_as_json(manyhands):
@@ -113,7 +131,10 @@ def test_explain_as_json_points_at_lines_of_source(manyhands):
 def test_env(manyhands):
     facts = json.loads(manyhands("env", "--json").stdout)
     assert facts["torch"].startswith("2.") and facts["c_kernels"] in ("compiled", "fallback") and facts["cores"] >= 1
-    assert "shared memory" in manyhands("env").stdout
+    assert (facts["shared_memory"], facts["loopback"]) == ("works", "works") and "gloo" in facts["torch_distributed"]
+    assert 0 < facts["free_memory_bytes"] <= facts["memory_bytes"] and facts["msgpack"] and facts["safetensors"]
+    table = manyhands("env").stdout
+    assert re.search(r"shared memory +works", table) and re.search(r"free memory +\d+\.\d GiB", table)
 
 
 def test_a_reader_who_goes_away_is_no_error(tmp_path):
@@ -146,6 +167,7 @@ def test_train_prints_one_json_object(manyhands, tmp_path):
     result = json.loads(done.stdout)
     assert set(result) == FIELDS
     assert result["method"] == "ssp" and result["world"] == "virtual" and result["workers"] == 2
+    assert result["link"] is None and result["stopped_at"] is None
     assert result["lost"] == [] and result["seed"] == 3 and result["task"] == "digits"
     assert re.fullmatch(r"runs/ssp-digits-\d{8}-\d{6}/\S+", result["record"])
     assert (tmp_path / result["record"]).stat().st_size > 0

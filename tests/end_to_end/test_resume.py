@@ -228,15 +228,42 @@ def test_a_checkpoint_of_ssp_holds_every_update(tmp_path):
     assert int(saved.state["rule/:samples"]) == 4 * 4 * 4
 
 
-def watched(strategy, look):
-    """The strategy, looked at on every worker right after it was restored."""
+def test_a_checkpoint_waits_for_gradients_that_are_still_on_their_way(tmp_path):
+    """On a slow link small words overtake a large gradient, so the lead asks before it has arrived."""
+    large = task(model=lambda: nn.Sequential(nn.Linear(4, 500), nn.Linear(500, 2)))
+    cluster = mh.Cluster(workers=3, servers=1, bandwidth="10Mbit", faults=[mh.SlowLink(2, factor=20)])
+    mh.train(large, mh.ssp(lr=0.01), cluster=cluster, steps=2, out=tmp_path, checkpoint_every=2)
+    saved = load_checkpoint(tmp_path / "checkpoints")
+    assert {int(x) for name, x in saved.state.items() if name.endswith(":updates")} == {6}
+
+
+def test_after_a_checkpoint_all_clients_begin_at_the_same_weights(tmp_path):
+    seen = {}
+    strategy = watched(mh.downpour(n_fetch=3), lambda _, w: seen.update({w.rank: w.flat.named()}), "go_on")
+    mh.train(task(), strategy, steps=4, out=tmp_path, checkpoint_every=4)
+    saved = load_checkpoint(tmp_path / "checkpoints").weights
+    assert len(seen) == 4
+    assert all(torch.equal(x, saved[name]) for weights in seen.values() for name, x in weights.items())
+
+
+def test_random_choices_go_on_alike_whether_resumed_or_not(tmp_path):
+    went_on, was_resumed = {}, {}
+    whole = watched(mh.ad_psgd(), lambda _, w: went_on.setdefault(w.rank, w.random.getstate()), "go_on")
+    again = watched(mh.ad_psgd(), lambda _, w: was_resumed.setdefault(w.rank, w.random.getstate()))
+    mh.train(task(), whole, steps=6, out=tmp_path, checkpoint_every=3)
+    mh.train(task(), again, steps=6, resume=tmp_path / "checkpoints" / "step-00000003")
+    assert went_on == was_resumed and len({str(state) for state in went_on.values()}) == 4
+
+
+def watched(strategy, look, moment="restore"):
+    """The strategy, looked at on every worker right after it was restored, or after another moment."""
     kind = type(strategy)
 
-    def restore(self, w, saved):
-        kind.restore(self, w, saved)
+    def method(self, w, *saved):
+        getattr(kind, moment)(self, w, *saved)
         look(self, w)
 
-    strategy.__class__ = type(kind.__name__, (kind,), {"restore": restore})
+    strategy.__class__ = type(kind.__name__, (kind,), {moment: method})
     return strategy
 
 
@@ -309,6 +336,12 @@ def test_another_number_of_workers_goes_on_from_the_samples_consumed(method, wor
     assert result.samples == (15 - start) * replicas * 8
     assert all(x.isfinite().all() for x in result.weights.values())
     assert load_checkpoint(tmp_path / "checkpoints").facts["workers"] == workers
+
+
+def test_another_batch_size_goes_on_from_the_samples_consumed(tmp_path):
+    run("bsp", steps=EVERY, train=saving(tmp_path))
+    result = run("bsp", steps=10, train={"resume": tmp_path, "batch_size": 4})
+    assert {line["step"] for line in steps_of(result)} == {9, 10} and result.samples == 2 * 4 * 4
 
 
 @pytest.mark.parametrize("method", SERVED)

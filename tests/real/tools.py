@@ -85,6 +85,12 @@ def no_number(w, batch):
     return (batch[0] * float("nan"), *batch[1:])
 
 
+def together(jobs, w, batch, *, folder):
+    """Go on when as many jobs as that, each with a folder of its own beside ours, have come this far."""
+    until(lambda: len(list(folder.parent.glob("*/moment"))) == jobs)
+    return batch
+
+
 def fail_in_the_model(w, batch):
     w.model.register_forward_pre_hook(_fail)
     return batch
@@ -207,8 +213,9 @@ class Started:
         return [pid for pid in members(self.pid) if pid != self.pid]
 
     def ended(self, seconds=60.0):
-        """Wait for it: its exit code, what it said and what it complained about."""
+        """Wait for it and all whom it started: its exit code, what it said and what it complained about."""
         out, errors = self.process.communicate(timeout=seconds)
+        until(lambda: not self.others(), LIMIT)
         return self.process.returncode, out, errors
 
     def clear(self):

@@ -272,7 +272,7 @@ while True:
     child = os.fork()
     if not child:
         countdown = [moment]
-        for module, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (shutil, "rmtree")):
+        for module, name in ((os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (os, "rmdir")):
             deadly(module, name, countdown)
         save(second, 2)
         os._exit(0)

@@ -297,6 +297,13 @@ def test_headers_larger_than_the_staging_memory(loops, kind, length):
     assert [entry[3][0].tolist() for entry in sink.log[::2]] == [[n] * 7 for n in range(3)]
 
 
+def test_headers_that_just_fit_or_just_do_not():
+    for length in range(STAGING - 60, STAGING + 20):
+        head = Head(TAG.name, 0, 1, 2, False, ("x" * length,), (), ())
+        stream = wire.pack(head) + flat(message(2))
+        assert [entry[2] for entry in heard([stream[:40_000], stream[40_000:]])] == [("x" * length,), (2,)]
+
+
 def test_a_body_lands_where_the_receiver_says_and_nowhere_else():
     ours, theirs = socket.socketpair()
     place = torch.full((64,), 9, dtype=torch.uint8)

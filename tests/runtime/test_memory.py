@@ -392,6 +392,16 @@ def test_sizes_that_take_turns_need_no_new_memory(back):
     assert len(makes.sizes) == 2
 
 
+def test_only_one_is_given_up_for_a_larger_one():
+    makes = Makes()
+    buffers = Buffers(makes)
+    for x in [buffers.take(KIND, 10_000) for _ in range(3)]:
+        buffers.give_back(KIND, x)
+    out = [buffers.take(KIND, 1_000_000), buffers.take(KIND, 10_000), buffers.take(KIND, 10_000)]
+    assert len({x.data_ptr() for x in out}) == 3
+    assert len(makes.sizes) == 4
+
+
 def test_the_smallest_that_fits_is_taken():
     buffers = Buffers(Makes())
     sizes = (100_000, 10_000, 1_000_000)

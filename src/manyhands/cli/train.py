@@ -199,7 +199,7 @@ def summary(facts: dict[str, Any]) -> str:
         "waited": f"{f['waited_seconds']:.4g} s",
         "record": f["record"],
     }
-    place = "a virtual cluster" if virtual else f["link"]
+    place = "a virtual cluster" if virtual else f"link {f['link']}"
     title = f"{f['method']} on {f['task']}: {f['workers']} workers, {f['servers']} servers, {place}, seed {f['seed']}"
     lost = [f"  lost rank {rank}: {why}" for rank, why in f["lost"]]
     return "\n".join([title, *(f"  {name:<14} {text}" for name, text in rows.items() if text is not None), *lost])

@@ -95,7 +95,9 @@ class Flat:
         for names in cells.values():
             self.parts.append(self._lay_out(len(self.parts), names))
             self.places += self.parts[-1].places
+        self._gradients = self._gradient_views()
         self._arrived: dict[str, Place] = {}
+        self._complete = False
         self._arrival: Callable[[Place], None] | None = None
         self._this_backward: set[str] = set()
         if not self.is_meta:
@@ -121,6 +123,11 @@ class Flat:
         """Make the model's parameters views of the part's weights."""
         for place in part.places:
             self._parameters[place.name].data = part.weights[place.span.start : place.span.stop].view(place.shape)
+
+    def _gradient_views(self) -> list[Tensor]:
+        """Every parameter's stretch of the gradient, made once: hooks are in a hurry."""
+        spans = [(self.parts[place.span.part].outgoing, place) for place in self.places]
+        return [outgoing[p.span.start : p.span.stop].view(p.shape) for outgoing, p in spans]
 
     def _watch(self, place: Place) -> None:
         def arrive(p: Tensor) -> None:
@@ -148,7 +155,6 @@ class Flat:
         """Begin one of the step's backward passes."""
         self._this_backward.clear()
 
-    @torch.no_grad()
     def put(self, place: Place, grad: Tensor) -> None:
         """Take in one parameter's gradient; a second one in the same step adds."""
         here = self.gradient_of(place)
@@ -164,12 +170,12 @@ class Flat:
         if self._arrival is not None:
             self._arrival(place)
 
-    @torch.no_grad()
     def close(self) -> None:
         """End the step: what did not arrive is zero and marked untouched."""
         for part in self.parts:
             part.marks.fill_(1)
-        if len(self._arrived) < len(self.places):
+        self._complete = len(self._arrived) == len(self.places)
+        if not self._complete:
             for place in self.places:
                 if place.name not in self._arrived:
                     self.gradient_of(place).zero_()
@@ -178,12 +184,13 @@ class Flat:
 
     def untouched(self) -> frozenset[int]:
         """The parameters (by mark) that this step did not touch."""
+        if self._complete:
+            return frozenset()
         return frozenset().union(*(part.untouched() for part in self.parts))
 
     def gradient_of(self, place: Place) -> Tensor:
         """One parameter's stretch of the gradient, in its own shape."""
-        part, start, stop = place.span
-        return self.parts[part].outgoing[start:stop].view(place.shape)
+        return self._gradients[place.mark]
 
     # -- cutting ----------------------------------------------------------------------------------
 
@@ -228,6 +235,7 @@ class Flat:
         """Let gradients and marks arrive in other memory, one tensor per part."""
         for part, memory in zip(self.parts, outgoing, strict=True):
             part.outgoing = memory
+        self._gradients = self._gradient_views()
 
     def named(self) -> dict[str, Tensor]:
         """Every trainable parameter by name, copied."""

@@ -120,22 +120,26 @@ class Holding:
                 state = {name: value[start:stop] for name, value in state.items()}
             yield mark, start, self.weights[start:stop].view(self._shapes[place]), state
 
-    def update(self, g: Tensor, at: At, untouched: Collection[int] = ()) -> None:
-        """Apply the rule to the gradient `g`, which may be overwritten; `at` says what else is known."""
-        self._apply([g], at, untouched, copies=False)
+    def update(self, g: Tensor, at: At, untouched: Collection[int] = (), *, over: int = 1) -> None:
+        """Apply the rule to `g`, a gradient or the sum of `over` of them, which may be overwritten."""
+        self._apply([g], at, untouched, copies=False, over=over)
 
     def merge(self, gs: Sequence[Tensor], at: At, untouched: Collection[int] = ()) -> None:
         """Apply the rule to the mean of the gradients `gs`, summed in this order; they are only read."""
         self._apply(gs, at, untouched, copies=len(gs) > 1 or self._mover is None)
 
-    @torch.no_grad()
-    def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool) -> None:
+    def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool, over: int = 1) -> None:
         if self.weights.is_meta:
             return
+        if torch.is_grad_enabled():  # rarely: runs are without, and switching costs more than asking
+            with torch.no_grad():
+                return self._apply(gs, at, untouched, copies, over)
         seen = at.seen
-        size = self._block if copies or self._mover is None else self.weights.numel()
+        size = self._block if copies or over > 1 or self._mover is None else self.weights.numel()
         for cut, shape, state, updates in self._blocks(untouched, size):
             g = self._mean(gs, cut) if copies else _part(gs[0], cut)
+            if over > 1:
+                g.div_(over)
             at.weights, at.state, at.updates = _part(self.weights, cut), state, updates
             at.seen = None if seen is None else _part(seen, cut)
             if shape is not None:

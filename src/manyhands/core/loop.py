@@ -88,8 +88,9 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     return _leave(transport, Outcome(seconds, weights, average_buffers(w)))
 
 
+@torch.no_grad()
 def _train(job: Job, w: Worker, strategy: Strategy) -> None:
-    """Segment after segment."""
+    """Segment after segment. Only models are run with gradients: see `Worker` and `Stage`."""
     batches = job.batches(w.transport, w.step)
     for segment in job.segments:
         while segment.budget.grant(w.transport):

@@ -65,6 +65,11 @@ KNOWN_TAGS: dict[str, str] = {}
 """The names of all tags of this process, and what they may carry."""
 
 
+def made(name: str, key: int, credit: int) -> Tag:
+    """A tag as it came in from another rank, which does not make it known here."""
+    return tuple.__new__(Tag, (name, key, credit, carried_by(name) or "nothing"))
+
+
 def carried_by(name: str) -> str | None:
     """What a tag of this name may carry; None if there is no such tag."""
     return KNOWN_TAGS.get(name) or KNOWN_TAGS.get(name.partition(":")[0])

@@ -108,9 +108,10 @@ class Worker:
         self.seed_torch()
         firing = Firing(self.flat.buckets(), self.flat.places, fired) if fired else None
         self.flat.open(None if firing is None else firing.arrived)
-        loss = self.task.loss_of(self.model, batch)
-        value = self.checked(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.enable_grad():
+            loss = self.task.loss_of(self.model, batch)
+            value = self.checked(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
         self.flat.close()
         if firing is not None:
             firing.finish()

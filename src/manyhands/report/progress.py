@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 REDRAW = 0.1
 """Seconds between two pictures of the bar."""
-SETTLED = 0.5
+SETTLED = 0.2
 """Seconds after the first step from which on the rate no longer counts the time that it took to start."""
 
 

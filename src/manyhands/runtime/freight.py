@@ -56,6 +56,9 @@ class Freight:
         pieces, start = [], 0
         for x, place in zip(tensors, found, strict=True):
             piece = Piece(x.dtype, tuple(x.shape))
+            if not x.nbytes:
+                pieces.append(piece)
+                continue
             if place is None:
                 assert buffer is not None
                 wire.placed(buffer, piece, start).copy_(x)

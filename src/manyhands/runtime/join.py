@@ -116,11 +116,10 @@ class Door:
             with self._news:
                 if rank not in self._missing:
                     raise Stranger(f"it says it is rank {rank}, which is not awaited")
+                self._transport.attach(rank, sock)
                 self._missing.remove(rank)
-            self._transport.attach(rank, sock)
-            with self._news:
                 self._news.notify_all()
-        except (Stranger, ValueError) as error:
+        except (Stranger, ValueError, OSError) as error:
             log.warning("rank %d turned a connection away: %s", self._seat.rank, error)
             sock.close()
         finally:

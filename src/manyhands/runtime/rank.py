@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TOP_LEVEL = 'a task\'s functions must be at the top of a module, or named as "module:function"'
 PR_SET_PDEATHSIG = 1
+OURS = (ManyhandsError, KeyboardInterrupt)
+"""Errors that are told, not shown; an interrupt comes from whoever launched us."""
 
 
 def main(seat: Seat, program: bytes, pipe: Connection) -> None:
@@ -36,13 +38,13 @@ def main(seat: Seat, program: bytes, pipe: Connection) -> None:
     run = _loaded(program)  # before we meet anybody: whoever sends us a message expects that we know what it is
     try:
         transport = connect(seat)
-    except ManyhandsError as error:
+    except OURS as error:
         sys.exit(exit_code(error))
     try:
         result = _answer(run, transport)
         transport.leave()
     except BaseException as error:
-        if not isinstance(error, ManyhandsError):
+        if not isinstance(error, OURS):
             traceback.print_exc()
         transport.fail(error)
         sys.exit(exit_code(error))
@@ -82,3 +84,5 @@ def _die_with_parent() -> None:
     launcher = multiprocessing.parent_process()
     if launcher is not None and launcher.pid == os.getppid():
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launcher is not None and not launcher.is_alive():
+        sys.exit("whoever launched this run is gone: stopping")

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, refuse_unless
+from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, PeerLost, refuse_unless
 from manyhands.core.lending import Seal, inside_backward
-from manyhands.core.protocols import ANY, Collective, Meta, Tag, carried_by
+from manyhands.core.protocols import ANY, Collective, Meta, Tag, made
 from manyhands.runtime import wire
 from manyhands.runtime.freight import Freight, Load, plain
 from manyhands.runtime.lanes import Debts, Lanes, Loan
@@ -81,7 +82,15 @@ class RealTransport:
     def attach(self, peer: int, sock: object) -> None:
         """A socket to a peer is ready, on both sides."""
         link = self._links[peer] = Link(peer, sock, self, self._writer)  # type: ignore[arg-type]
-        self.reader.watch(link, link.read)
+        self.reader.watch(link, partial(self._read, link))
+
+    def _read(self, link: Link) -> bool:
+        """A rank that has gone deaf would leave the others waiting: better that it ends."""
+        try:
+            return link.read()
+        except Exception as error:
+            self.fail(error)
+            return False
 
     def begin(self) -> None:
         """Everyone is here: the clock starts."""
@@ -112,10 +121,17 @@ class RealTransport:
         message = self._mailbox.receive(tags, frm, timeout, self._doing())
         if message is not None:
             if message.pieces:
-                message.tensors = self._freight.unload(message)
+                message.tensors = self._unloaded(message)
             if not message.tensors:
                 message.release()
         return message
+
+    def _unloaded(self, message: RealMessage) -> tuple[Tensor, ...]:
+        try:
+            return self._freight.unload(message)
+        except ManyhandsError as error:
+            self.ended(message.frm, f"it sent garbage: {error}")
+            raise PeerLost(message.frm, f"it sent garbage: {error}") from None
 
     def _doing(self) -> Doing:
         doing: Doing = getattr(self._here, "doing", self._main)
@@ -146,7 +162,7 @@ class RealTransport:
         acks = self._debts.arrived(peer, head.name, head.credit)
         if acks:
             self._links[peer].send([wire.pack_acks(acks)])
-        tag = Tag(head.name, head.key, head.credit, carried_by(head.name) or "nothing")
+        tag = made(head.name, head.key, head.credit)
         message = RealMessage(peer, tag, head.serial, head.meta, self._release, pieces=head.pieces, body=body)
         self._deliver(message, head.latest)
 

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,11 @@ class Vigil:
         else:
             self._start(lambda: self._wait_for_child(watched))
 
-    def kill(self) -> None:
-        """Kill whoever is left."""
-        for watched in list(self._watched.values()):
-            watched.kill()
+    def kill(self, ranks: Collection[int] | None = None) -> None:
+        """Kill whoever is left; of these ranks, if they are given."""
+        for rank, watched in list(self._watched.items()):
+            if ranks is None or rank in ranks:
+                watched.kill()
 
     def close(self) -> None:
         """End all threads; children must have ended."""

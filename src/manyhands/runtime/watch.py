@@ -189,6 +189,7 @@ class Watcher:
     def _hurry(self, cause: Facts) -> None:
         self._grace = HASTE
         self._authority.abort(cause)
+        self._vigil.kill(self._watched - self._lines.keys())  # they cannot hear of it
 
     def _count_down(self) -> None:
         self.events.later(self.seat.deadline, partial(self._authority.late, self.seat.deadline))

@@ -68,8 +68,8 @@ class AllReduce:
                 self.sum.all_reduce(part.outgoing)
         for part, held in zip(w.flat.parts, self.held, strict=True):
             w.move(part.outgoing.nbytes)
-            g = part.grad if part.grad.is_meta else part.grad.div_(len(w.workers))
-            held.update(g, At(held.weights, samples=w.samples, count=len(w.workers)), part.untouched())
+            at = At(held.weights, samples=w.samples, count=len(w.workers))
+            held.update(part.grad, at, part.untouched(), over=len(w.workers))
         return loss
 
     def step_with_overlap(self, w: Worker, batch: Batch) -> float:

@@ -22,6 +22,9 @@ from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.sharding import Sharding, check_servers, cut
 from manyhands.topology.servers.shared import shared_lanes
 
+SMALL = 256 * 1024
+"""Bytes of a shard that is not worth cutting further inside a host."""
+
 __all__ = ["Lane", "Sharding", "check_servers", "connect", "read_outcome", "serve"]
 
 
@@ -33,17 +36,24 @@ def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Code
         shards = cut(w.flat, how, len(w.servers), rule)
         lanes = [MessageLane(w, rank, spans) for rank, spans in zip(w.servers, shards, strict=True)]
     else:
-        shards = cut(w.flat, how, len(w.workers), rule, at_most=True)
         one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
         if one_host and "owner" not in rule.needs and not w.flat.is_meta:
+            shards = cut(w.flat, how, _worth_sharing(w), rule, at_most=True)
             lanes = list(shared_lanes(w, shards, when, rule, codec))
         else:
+            shards = cut(w.flat, how, len(w.workers), rule, at_most=True)
             keepers = w.workers[: len(shards)]
             lanes = [MessageLane(w, rank, spans) for rank, spans in zip(keepers, shards, strict=True)]
             if me < len(shards):
                 w.transport.spawn(_keeper(w, keepers, shards[me], when, rule, codec).serve)
     start = me % len(lanes)
     return lanes[start:] + lanes[:start]
+
+
+def _worth_sharing(w: Worker) -> int:
+    """How many shards in shared memory: one per worker, but a lock should guard more than it costs."""
+    nbytes = sum(part.weights.nbytes for part in w.flat.parts)
+    return min(len(w.workers), 1 + nbytes // SMALL)
 
 
 def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> None:

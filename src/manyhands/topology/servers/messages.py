@@ -29,8 +29,9 @@ from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.shard import Payload, Shard
 
-ASK, WEIGHTS, PUSH, DONE, FINAL = Tag("ask"), Tag("weights"), Tag("push"), Tag("done"), Tag("final")
-EXCHANGE, MOVED = Tag("exchange"), Tag("moved")
+ASK, DONE, FINAL = Tag("ask", carries="nothing"), Tag("done", carries="nothing"), Tag("final", carries="nothing")
+PUSH, WEIGHTS = Tag("push", carries="vectors"), Tag("weights", carries="floats")
+EXCHANGE, MOVED = Tag("exchange", carries="floats"), Tag("moved", carries="floats")
 REST, JOIN, READY = Tag("rest", carries="nothing"), Tag("join", carries="nothing"), Tag("ready", carries="nothing")
 SAVE, STATE, RESTORE = Tag("save", carries="nothing"), Tag("state"), Tag("restore")
 

@@ -23,7 +23,7 @@ from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.shard import Payload, Shard
 from manyhands.topology.servers.sharding import Shards
 
-WAKE = Tag("wake", credit=64)
+WAKE = Tag("wake", credit=64, carries="nothing")
 
 
 @runtime_checkable

@@ -1,0 +1,96 @@
+"""Real processes compute what virtual ones do: bit for bit in lock step, and well enough otherwise."""
+
+import functools
+
+import pytest
+
+import manyhands as mh
+
+from .tools import small
+
+pytestmark = pytest.mark.timeout(60)
+
+LINKS = pytest.mark.parametrize("link", ["shm", "tcp"])
+STEPS = 12
+NINE = {
+    "bsp": mh.bsp,
+    "bsp_server": mh.bsp_server,
+    "ssp": mh.ssp,
+    "downpour": mh.downpour,
+    "easgd": mh.easgd,
+    "ad_psgd": mh.ad_psgd,
+    "hogwild": mh.hogwild,
+    "gpipe": mh.gpipe,
+    "pipedream": mh.pipedream,
+}
+
+
+@functools.cache
+def virtual(method, workers, hosts=None):
+    """The digest of the weights after a few steps in virtual time."""
+    cluster = mh.Cluster(workers=workers, hosts=hosts)
+    return mh.train("digits", NINE[method](), cluster=cluster, steps=STEPS).weights_sha256
+
+
+# -- to the last bit ----------------------------------------------------------------------------------
+
+
+@LINKS
+@pytest.mark.parametrize(
+    ("method", "workers"),
+    [("bsp", 2), ("bsp_server", 2), ("bsp_server", 3), ("gpipe", 2), ("gpipe", 3), ("pipedream", 2)],
+)
+def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, quickly):
+    real = mh.train("digits", NINE[method](), workers=workers, link=link, steps=STEPS)
+    assert real.weights_sha256 == virtual(method, workers)
+    assert real.samples == STEPS * 32 * (1 if method in ("gpipe", "pipedream") else workers)
+
+
+@pytest.mark.parametrize(("link", "hosts"), [("shm", 1), ("tcp", None)])
+def test_three_workers_sum_in_the_order_of_their_place(link, hosts, quickly):
+    real = mh.train("digits", mh.bsp(), workers=3, link=link, steps=STEPS)
+    assert real.weights_sha256 == virtual("bsp", 3, hosts)
+
+
+# -- several jobs at once -----------------------------------------------------------------------------
+
+JOB = """
+import functools, sys
+from pathlib import Path
+import manyhands as mh
+from real.tools import Strike, struck, together
+if __name__ == "__main__":
+    name, link = sys.argv[1:]
+    folder = Path(name)
+    folder.mkdir()
+    strategy = struck(mh.bsp(), Strike(functools.partial(together, 4, folder=folder), folder))
+    print(mh.train("digits", strategy, workers=2, link=link, steps=12).weights_sha256)
+"""
+
+
+def test_jobs_at_the_same_time_do_not_meet(tmp_path, start):
+    script, place = tmp_path / "job.py", tmp_path / "jobs"
+    script.write_text(JOB)
+    place.mkdir()
+    jobs = [start(script, place / f"{link} {number}", link) for link in ("shm", "tcp") for number in range(2)]
+    assert [job.ended() for job in jobs] == [(0, f"{virtual('bsp', 2)}\n", "")] * 4
+
+
+# -- well enough --------------------------------------------------------------------------------------
+
+
+@LINKS
+@pytest.mark.parametrize("method", [name for name in NINE if name != "hogwild"])
+def test_two_workers_learn_the_digits(method, link, quickly):
+    result = mh.train("digits", NINE[method](), workers=2, link=link)
+    assert result.test_accuracy >= 0.93
+    assert (result.world, result.lost, result.stopped_at) == ("real", [], None)
+
+
+def test_so_they_do_without_any_locks(quickly):
+    assert mh.train("digits", mh.hogwild(), workers=2).test_accuracy >= 0.93
+
+
+def test_who_shares_memory_cannot_be_apart():
+    with pytest.raises(mh.Refused, match="link is tcp, but must be shm: the workers of this method share memory"):
+        mh.train(small(), mh.hogwild(lr=0.01), workers=2, link="tcp", steps=1)

@@ -1,0 +1,162 @@
+"""Whoever launches is interrupted, asked to stop, or killed: everyone ends soon, and what was learned is kept."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import manyhands as mh
+from manyhands.runtime import watch
+
+from .tools import LIMIT, Strike, small, struck, until
+
+pytestmark = pytest.mark.timeout(60)
+
+TRAINS = """
+import sys
+import manyhands as mh
+from real.tools import small
+if __name__ == "__main__":
+    result = mh.train(small(), mh.{method}(lr=0.01), workers=2, link="{link}", steps={steps}, out=sys.argv[1])
+    print(result.stopped_at, result.samples)
+"""
+NEVER_JOINS = "import os, time\nos.write(1, b'up\\n')\ntime.sleep(3600)\n"
+LONG = ["--workers", 2, "--steps", 10**6]
+TRAIN = ["-m", "manyhands.cli", "train", "ssp", *LONG]
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, **fields):
+        path = tmp_path / "script.py"
+        path.write_text(text.format(**fields) if fields else text)
+        return path
+
+    return write
+
+
+def trains(folder):
+    """Whether steps have been recorded."""
+    record = Path(folder) / "record.jsonl"
+    return record.exists() and record.stat().st_size > 0
+
+
+# -- Ctrl-C -------------------------------------------------------------------------------------------
+
+
+def interrupted(program, to_all):
+    """Ctrl-C, at a terminal or for the launching process alone; the time until everyone has ended."""
+    began = time.monotonic()
+    os.killpg(program.pid, signal.SIGINT) if to_all else os.kill(program.pid, signal.SIGINT)
+    code, out, said = program.ended()
+    assert time.monotonic() - began < LIMIT
+    assert (code, out, said.splitlines()[-1]) == (130, "", "manyhands: interrupted")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("to_all", [True, False], ids=["group", "launcher"])
+def test_an_interrupt_ends_a_training(to_all, tmp_path, start):
+    program = start(*TRAIN, "--out", tmp_path)
+    until(lambda: trains(tmp_path))
+    interrupted(program, to_all)
+
+
+@pytest.mark.parametrize("moment", ["the first rank is there", "all ranks are there"])
+def test_an_interrupt_while_ranks_are_being_started_is_not_forgotten(moment, tmp_path, start):
+    program = start(*TRAIN, "--out", tmp_path)
+    until(lambda: len(program.ranks()) >= (1 if "first" in moment else 2))
+    interrupted(program, to_all=True)
+
+
+@pytest.mark.parametrize("to_all", [True, False], ids=["group", "launcher"])
+def test_an_interrupt_ends_scripts_that_never_join(to_all, script, start):
+    program = start("-m", "manyhands.cli", "run", "-n", 2, script(NEVER_JOINS))
+    ups = [program.process.stdout.readline() for _ in range(2)]
+    assert ups == ["up\n"] * 2
+    interrupted(program, to_all)
+
+
+# -- a launching process that is killed ---------------------------------------------------------------
+
+
+def killed(program):
+    """Nobody is left to end them, so they end by themselves."""
+    assert len(program.others()) >= 2
+    program.process.kill()
+    began = time.monotonic()
+    program.process.wait()
+    until(lambda: not program.others(), LIMIT)
+    assert time.monotonic() - began < LIMIT
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+def test_ranks_end_with_whoever_launched_them(link, tmp_path, start):
+    program = start(*TRAIN, "--link", link, "--out", tmp_path)
+    until(lambda: trains(tmp_path))
+    killed(program)
+
+
+def test_so_do_ranks_that_have_not_joined_yet(tmp_path, start):
+    program = start(*TRAIN, "--out", tmp_path)
+    until(lambda: len(program.ranks()) == 2)
+    killed(program)
+
+
+def test_so_do_scripts_that_never_join(script, start):
+    program = start("-m", "manyhands.cli", "run", "-n", 2, script(NEVER_JOINS))
+    assert [program.process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    killed(program)
+
+
+# -- SIGTERM ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("method", "link"), [("bsp", "shm"), ("bsp", "tcp"), ("ssp", "shm"), ("gpipe", "shm")])
+def test_a_run_that_is_asked_to_stop_can_be_resumed(method, link, tmp_path, script, start, quickly):
+    program = start(script(TRAINS, method=method, link=link, steps=10**6), tmp_path / "out")
+    until(lambda: trains(tmp_path / "out"))
+    program.process.terminate()
+    code, out, said = program.ended()
+    assert (code, said) == (0, "")
+    stopped, samples = map(int, out.split())
+    saved = mh.load_checkpoint(tmp_path / "out" / "checkpoints")
+    recipe, replicas = getattr(mh, method), 1 if method == "gpipe" else 2
+    assert saved.facts["step"] == samples // (4 * replicas) and stopped > 0
+    steps = saved.facts["step"] + 10
+    settings = {"workers": 2, "link": link, "steps": steps}
+    resumed = mh.train(small(), recipe(lr=0.01), resume=tmp_path / "out", **settings)
+    assert resumed.samples == (steps - saved.facts["step"]) * 4 * replicas
+    if recipe is not mh.ssp:
+        assert stopped == saved.facts["step"], "in lock step all stop at the same step"
+        whole = mh.train(small(), recipe(lr=0.01), cluster=mh.Cluster(workers=2), steps=steps)
+        assert resumed.weights_sha256 == whole.weights_sha256
+
+
+def stop_and_wait(w, batch):
+    """A step that never ends. Whoever launched it is asked to stop, and has asked us."""
+    os.kill(os.getppid(), signal.SIGTERM)
+    until(lambda: w.transport.member.finishing)
+    time.sleep(3600)
+
+
+def stop_twice_and_wait(w, batch):
+    os.kill(os.getppid(), signal.SIGTERM)
+    until(lambda: w.transport.member.finishing)
+    stop_and_wait(w, batch)
+
+
+def test_who_is_asked_twice_stops_at_once(tmp_path):
+    strike = Strike(stop_twice_and_wait, tmp_path)
+    with pytest.raises(mh.ManyhandsError, match=r"^the run was told to stop twice: it stopped at once$"):
+        mh.train(small(), struck(mh.bsp(lr=0.01), strike), workers=2, steps=10**6)
+    assert strike.seconds_ago() < LIMIT
+
+
+def test_a_good_moment_that_never_comes_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch, "PATIENCE", 0.5)
+    strike = Strike(stop_and_wait, tmp_path)
+    with pytest.raises(mh.ManyhandsError, match=r"told to stop, but came to no good moment for it within 0\.5 s$"):
+        mh.train(small(), struck(mh.bsp(lr=0.01), strike), workers=2, steps=10**6)
+    assert 0.5 < strike.seconds_ago() < 0.5 + LIMIT
