@@ -72,7 +72,7 @@ def train(
     plan = make_plan(task, strategy, where, seed, steps, epochs, batch_size, per_worker)
     plan = with_checkpoints(plan, out, checkpoint_every, resume)
     began = time.perf_counter()
-    with Record(None if out is None else Path(out)) as record:
+    with Record(None if out is None else Path(out), goes_on=resume is not None) as record:
         record.write(_header(plan))
         result = _result(plan, _run(plan, named, record, progress), record, began)
         record.write(_footer(result))
@@ -107,9 +107,16 @@ def _run(plan: Plan, named: Named | None, record: Record, progress: Progress | N
 def _really(plan: Plan, named: Named | None, observe: Callable[[Line], None]) -> Ran:
     launched = run_plan(plan, named, observe)
     done = [one for one in launched.results if isinstance(one, Done)]
-    stopped = [one.stopped_at for one in done if one.stopped_at is not None]
+    stopped = [one.stopped_at for one in done[: plan.machines.workers] if one.stopped_at is not None]
     outcomes = [one.outcome for one in launched.results[: plan.machines.workers] if isinstance(one, Done)]
-    return Ran(outcomes, sum(one.bytes_sent for one in done), launched.lost, max(stopped, default=None))
+    return Ran(outcomes, sum(one.bytes_sent for one in done), launched.lost, _last_step(plan, stopped))
+
+
+def _last_step(plan: Plan, stopped: list[int]) -> int | None:
+    """Where a run was stopped, counted in steps of all workers together, as checkpoints count."""
+    if not stopped:
+        return None
+    return max(stopped) if plan.strategy.lockstep else sum(stopped) // plan.machines.workers
 
 
 def _virtually(plan: Plan, observe: Callable[[Line], None]) -> Ran:

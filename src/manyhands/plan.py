@@ -154,22 +154,20 @@ def make_plan(
 
 def with_checkpoints(plan: Plan, out: str | Path | None, every: int | None, resume: str | Path | None) -> Plan:
     """The plan with what it is to save and to go on from, all checked. A real run with a folder saves when stopped."""
+    source = None if resume is None else folder_of(resume)
     may_save = isinstance(plan.strategy, Saves) and not plan.task.sizes_only
-    if plan.machines.cluster is None and out is not None and may_save:
-        plan = replace(plan, checkpoints=Path(out) / CHECKPOINTS)
+    if out is not None and (every is not None or (plan.machines.cluster is None and may_save)):
+        plan = replace(plan, checkpoint_every=every, checkpoints=Path(out) / CHECKPOINTS)
+        refuse_to_mix(Path(out) / CHECKPOINTS, source)
     if every is None and resume is None:
         return plan
     name, value = ("resume", resume) if every is None else ("checkpoint_every", every)
     refuse_unless(isinstance(plan.strategy, Saves), name, value, "None: this method cannot be saved")
     refuse_unless(not plan.task.sizes_only, name, value, "None: a task of sizes only has nothing to save")
     refuse_unless(not plan.machines.prescribed, name, value, "None: the cluster prescribes the order of events")
-    source = None if resume is None else folder_of(resume)
-    if every is not None:
-        refuse_unless(every >= 1, "checkpoint_every", every, ">= 1")
-        if out is None:
-            raise Refused(f"checkpoint_every is {every}, but there is no folder `out` to save in")
-        plan = replace(plan, checkpoint_every=every, checkpoints=Path(out) / CHECKPOINTS)
-        refuse_to_mix(Path(out) / CHECKPOINTS, source)
+    refuse_unless(every is None or every >= 1, "checkpoint_every", every, ">= 1")
+    if every is not None and out is None:
+        raise Refused(f"checkpoint_every is {every}, but there is no folder `out` to save in")
     return plan if source is None else replace(plan, resume=resumed(source, plan.terms, plan.steps))
 
 

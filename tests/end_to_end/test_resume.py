@@ -230,7 +230,7 @@ def test_a_checkpoint_of_ssp_holds_every_update(tmp_path):
 
 def test_a_checkpoint_waits_for_gradients_that_are_still_on_their_way(tmp_path):
     """On a slow link small words overtake a large gradient, so the lead asks before it has arrived."""
-    large = task(model=lambda: nn.Sequential(nn.Linear(4, 500), nn.Linear(500, 2)))
+    large = task(model=lambda: nn.Sequential(nn.Linear(4, 9000), nn.Linear(9000, 2)))
     cluster = mh.Cluster(workers=3, servers=1, bandwidth="10Mbit", faults=[mh.SlowLink(2, factor=20)])
     mh.train(large, mh.ssp(lr=0.01), cluster=cluster, steps=2, out=tmp_path, checkpoint_every=2)
     saved = load_checkpoint(tmp_path / "checkpoints")

@@ -3,12 +3,14 @@
 import os
 import signal
 import time
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 
 import manyhands as mh
 from manyhands.runtime import watch
+from manyhands.runtime.launch import launch
 
 from .tools import LIMIT, Strike, small, struck, until
 
@@ -68,6 +70,26 @@ def test_an_interrupt_while_ranks_are_being_started_is_not_forgotten(moment, tmp
     program = start(*TRAIN, "--out", tmp_path)
     until(lambda: len(program.ranks()) >= (1 if "first" in moment else 2))
     interrupted(program, to_all=True)
+
+
+def nothing(transport):
+    return None
+
+
+def test_an_interrupt_between_two_ranks_comes_when_all_are_started(monkeypatch):
+    begin, started = SpawnProcess.start, []
+
+    def interrupted_after(process):
+        begin(process)
+        started.append(process.pid)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(SpawnProcess, "start", interrupted_after)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(nothing, workers=2)
+    assert len(started) == 2
+    assert time.monotonic() - began < watch.HASTE, "who has not joined need not be waited for"
 
 
 @pytest.mark.parametrize("to_all", [True, False], ids=["group", "launcher"])

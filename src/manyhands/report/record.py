@@ -18,16 +18,16 @@ Line = dict[str, Any]
 
 
 class Record:
-    """Lines kept in memory and, if there is a folder, on disk as they come."""
+    """Lines kept in memory and, if there is a folder, on disk as they come; a run that `goes_on` adds to its record."""
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, *, goes_on: bool = False) -> None:
         self.lines: list[Line] = []
         self.path: Path | None = None
         self._file: IO[str] | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / "record.jsonl"
-            self._file = self.path.open("w", encoding="utf-8")
+            self._file = self.path.open("a" if goes_on else "w", encoding="utf-8")
 
     def write(self, line: Line) -> None:
         """Add one line; what is not a finite number becomes null."""
