@@ -78,8 +78,9 @@ class Rabenseifner:
             self._group.add(partner, x[step.mine])
         lent = self._outbox.like(x)
         copy(x[steps[-1].mine], lent[steps[-1].mine])
-        for step in reversed(steps):
+        for number, step in reversed(list(enumerate(steps))):
             partner = self._fold.outer(step.partner)
             self._group.send(partner, lent[step.mine])
-            self._group.take(partner, x[step.theirs], lent[step.theirs])
+            sent_on = number > 0 or self._fold.companion is not None
+            self._group.take(partner, x[step.theirs], *([lent[step.theirs]] if sent_on else []))
         return lent
