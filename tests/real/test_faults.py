@@ -141,7 +141,7 @@ with mh.join(net({width}), strategy=mh.{method}(lr=0.01), loss=task.loss) as han
         try:
             hands.step(x, y)
         except Exception as error:
-            os.write(1, f"{{type(error).__name__}} {{error}}\n".encode())  # in one piece: others write too
+            os.write(1, f"{{type(error).__name__}} {{error}}\\n".encode())  # in one piece: others write too
             sys.excepthook = lambda *_: None
             raise
 """
