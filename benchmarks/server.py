@@ -1,6 +1,6 @@
 """Push, update and pull of 100 MB with one worker and one server, against plain TCP sockets.
 
-shm-zero-copy-over-tcp      the worker reads the weights where they are: the peer's time over ours
+shm-zero-copy-over-tcp      the worker reads the weights where they are, so nothing is copied: the peer's time over ours
 shm-copied-pull-over-tcp    the worker copies them, as asynchronous methods must
 tcp-over-sockets            our own TCP link, which also frames, checks and queues
 
@@ -73,6 +73,7 @@ def through_the_port(link: str, commands: Commands) -> None:
 
 def copied_pull(commands: Commands) -> None:
     """Through shared memory, as ssp does it: the worker applies its gradient and copies the weights, under locks."""
+    os.environ["MANYHANDS_LINK"] = "shm"
     transport = join.connect()
     task = mh.Task(model=Vector, data=[0])
     worker = Worker(transport, task, Vector(), seed=0, steps=0, batch_size=1)
@@ -81,7 +82,8 @@ def copied_pull(commands: Commands) -> None:
 
     def exchange() -> None:
         for lane in lanes:
-            lane.push([(gradient[span.start : span.stop],) for span in lane.spans], ())
+            into = [worker.flat.weights(span) for span in lane.spans]
+            lane.push([(gradient[span.start : span.stop],) for span in lane.spans], (), into)
         for lane in lanes:
             lane.ask()
             lane.pull([worker.flat.weights(span) for span in lane.spans])

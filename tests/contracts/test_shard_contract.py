@@ -107,3 +107,11 @@ def test_parameters_nobody_touched_are_skipped_by_the_rule():
             result = mh.train(task, strategy, cluster=mh.Cluster(workers=2, **way), steps=3)
             assert torch.equal(result.weights["unused"], torch.ones(3, dtype=torch.float64))
             assert not torch.equal(result.weights["used"], torch.ones(3, dtype=torch.float64))
+
+
+def test_a_pull_right_after_a_push_finds_the_weights_already_there():
+    """On one host a worker's push copies the weights on the way; that may save time, but never change a bit."""
+    alone = mh.Cluster(workers=1, hosts=1)
+    reference = mh.train(linear(), mh.ssp(lr=0.01), cluster=mh.Cluster(workers=1, servers=1), steps=12)
+    result = mh.train(linear(), mh.ssp(lr=0.01), cluster=alone, steps=12)
+    assert result.weights_sha256 == reference.weights_sha256

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from manyhands.core import holding as module
-from manyhands.core.flat import Flat, Span
+from manyhands.core.flat import Flat, Place, Span
 from manyhands.core.holding import Holding, replica
+from manyhands.core.native import stream
 from manyhands.core.protocols import At
 from manyhands.rules import Adagrad, Adam, Momentum, Nesterov, RmsProp, Sgd, Torch, chain
 
@@ -273,3 +274,26 @@ def test_sizes_only_are_not_merged():
     (holding,) = replica(Flat({"w": nn.Parameter(torch.empty(3, device="meta"))}), Spy())
     holding.merge([torch.empty(3, device="meta")] * 2, At(holding.weights))
     assert list(holding.counts) == [0]
+
+
+@pytest.mark.parametrize("numel", [1, 63, 1000, 300_001])
+@pytest.mark.parametrize("rule", [Sgd(0.1), Adam(0.1)], ids=lambda rule: type(rule).__name__)
+def test_weights_are_copied_on_the_way_to_the_last_bit(rule, numel):
+    noise = torch.Generator().manual_seed(numel)
+    weights, g, into = (torch.randn(numel, generator=noise) for _ in range(3))
+    place = Place("w", Span(0, 0, numel), torch.Size([numel]), 0)
+    held = Holding(Span(0, 0, numel), weights, [place], rule)
+    held.merge([g], At(weights), into=into)
+    assert torch.equal(into, weights)
+    into.zero_()
+    held.merge([g], At(weights), untouched=[0], into=into)
+    assert torch.equal(into, weights), "what was not moved is copied too"
+
+
+@pytest.mark.parametrize("start", range(0, 20, 3))
+@pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000])
+def test_streaming_copies_every_byte_and_no_other(start, numel):
+    x, memory = torch.arange(numel, dtype=torch.uint8) + 1, torch.zeros(numel + 64, dtype=torch.uint8)
+    stream(x, memory[start : start + numel])
+    assert torch.equal(memory[start : start + numel], x)
+    assert int(memory.sum()) == int(x.sum(dtype=torch.int64))

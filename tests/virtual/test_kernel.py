@@ -8,9 +8,9 @@ import torch
 from greenlet import greenlet
 
 from manyhands.core.errors import Deadlock, ManyhandsError, MayNotWait
+from manyhands.core.lending import inside_backward
 from manyhands.core.protocols import Tag, recv
 from manyhands.virtual.cluster import Cluster
-from manyhands.core.lending import inside_backward
 from manyhands.virtual.kernel import Activity, Kernel, leaking_mode
 from manyhands.virtual.world import simulate
 

@@ -1,19 +1,17 @@
 """The k largest magnitudes of a vector: in C where that was compiled, else in torch, with the same result.
 
-    t = the k-th largest |x|      all |x| > t, then the first of those with |x| = t, until there are k
-
-`kernels.c` beside this file is compiled when the package is installed; without a compiler nothing is missing but speed.
+t = the k-th largest |x|      all |x| > t, then the first of those with |x| = t, until there are k
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL, c_int64, c_void_p
-from functools import cache
-from pathlib import Path
+from ctypes import c_int64, c_void_p
 
 import torch
 from torch import Tensor
+
+from manyhands.core.native import compiled
 
 Pairs = tuple[Tensor, Tensor]
 """Indices (int32, ascending) and values."""
@@ -49,14 +47,5 @@ def in_torch(x: Tensor, k: int) -> Pairs:
     return indices.int(), x[indices]
 
 
-@cache
 def _kernel() -> Callable[..., int] | None:
-    for path in (Path(__file__).parents[1] / "_native").glob("kernels*.so"):
-        try:
-            kernel = CDLL(str(path)).manyhands_largest
-        except (OSError, AttributeError):  # built for another machine, or from older sources
-            continue
-        kernel.argtypes, kernel.restype = [c_void_p, c_int64, c_int64, c_void_p, c_void_p], c_int64
-        found: Callable[..., int] = kernel
-        return found
-    return None
+    return compiled("manyhands_largest", c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.flat import Flat, Place, Span
+from manyhands.core.native import stream
 from manyhands.core.protocols import At, Rule, State
 
 Allocate = Callable[[str, Tensor], Tensor]
@@ -95,6 +96,7 @@ class Holding:
         self.counts: MutableSequence[int] = [0] * len(inside) if counts is None else counts
         self._whole = rule.elementwise and "owner" not in rule.needs
         self._mover = rule if self._whole and isinstance(rule, Moves) and rule.can_move(weights) else None
+        self._into: Tensor | None = None
         self._block = BLOCK_BYTES // weights.element_size()
         if self._whole:
             self._states = [{} if weights.is_meta else self._fresh("", weights, allocate)]
@@ -124,9 +126,16 @@ class Holding:
         """Apply the rule to `g`, a gradient or the sum of `over` of them, which may be overwritten."""
         self._apply([g], at, untouched, copies=False, over=over)
 
-    def merge(self, gs: Sequence[Tensor], at: At, untouched: Collection[int] = ()) -> None:
-        """Apply the rule to the mean of the gradients `gs`, summed in this order; they are only read."""
+    def merge(self, gs: Sequence[Tensor], at: At, untouched: Collection[int] = (), into: Tensor | None = None) -> None:
+        """Apply the rule to the mean of the gradients `gs`, summed in this order; they are only read.
+
+        The weights are copied `into` other memory too, each block while it is still in the cache.
+        """
+        self._into = into if not untouched and self._whole else None
         self._apply(gs, at, untouched, copies=len(gs) > 1 or self._mover is None)
+        if into is not None and self._into is None:
+            into.copy_(self.weights)
+        self._into = None
 
     def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool, over: int = 1) -> None:
         if self.weights.is_meta:
@@ -135,7 +144,8 @@ class Holding:
             with torch.no_grad():
                 return self._apply(gs, at, untouched, copies, over)
         seen = at.seen
-        size = self._block if copies or over > 1 or self._mover is None else self.weights.numel()
+        walks = copies or over > 1 or self._mover is None or self._into is not None
+        size = self._block if walks else self.weights.numel()
         for cut, shape, state, updates in self._blocks(untouched, size):
             g = self._mean(gs, cut) if copies else _part(gs[0], cut)
             if over > 1:
@@ -145,6 +155,8 @@ class Holding:
             if shape is not None:
                 g, at.weights = g.view(shape), at.weights.view(shape)
             self._step(g, at)
+            if self._into is not None:
+                stream(_part(self.weights, cut), _part(self._into, cut))
 
     def _step(self, g: Tensor, at: At) -> None:
         if self._mover is not None:

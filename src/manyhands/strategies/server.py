@@ -126,7 +126,8 @@ class Server:
         grads = self.accrued or [part.grad for part in w.flat.parts]
         untouched = sorted(w.flat.untouched() if self.accrued is None else self.untouched)
         for lane in self.lanes:
-            lane.push([self.encode(w, grads[span.part], span) for span in lane.spans], untouched)
+            into = [w.flat.weights(span) for span in lane.spans] if self.simple else ()
+            lane.push([self.encode(w, grads[span.part], span) for span in lane.spans], untouched, into)
         self.accrued = None
 
     def encode(self, w: Worker, grad: Tensor, span: Span) -> tuple[Tensor, ...]:

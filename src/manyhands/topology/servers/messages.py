@@ -176,7 +176,7 @@ class MessageLane:
         _copy(message.tensors, into)
         message.release()
 
-    def push(self, payload: Payload, untouched: Sequence[int]) -> None:
+    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
         lengths = tuple(len(tensors) for tensors in payload)
         self._t.send(self._keeper, PUSH, (self._version, tuple(untouched), lengths), [x for p in payload for x in p])
 

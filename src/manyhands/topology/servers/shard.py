@@ -12,6 +12,7 @@ the order of ranks, so a bulk result does not depend on who came first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -93,6 +94,9 @@ class Shard:
         lying = inbox if isinstance(inbox, Lying) else Means(inbox, holdings, when.merges)
         self._gradients = lying.gradients
         self.nbytes = sum(h.weights.nbytes for h in holdings)
+        self._into: Sequence[Tensor] = ()
+        self.copied = -1
+        """The version that was last copied into the memory of whoever pushed; -1 if that push copied nothing."""
 
     def pull(self, i: int) -> bool:
         """May worker `i` read now? If not, it is parked."""
@@ -112,9 +116,13 @@ class Shard:
         seen: int,
         untouched: Sequence[int] = (),
         release: Callable[[], None] = lambda: None,
+        into: Sequence[Tensor] = (),
     ) -> list[int]:
-        """Take a gradient computed at version `seen`; returns the parked workers that may read now."""
-        ledger = self.ledger
+        """Take a gradient computed at version `seen`; returns the parked workers that may read now.
+
+        If it is applied at once, the weights are copied `into` the worker's memory on the way.
+        """
+        ledger, self._into = self.ledger, into
         if not self.when.bounds_clocks:
             ledger.lag[i] = ledger.version - seen
         self._inbox.put(i, payload, untouched, release)
@@ -160,9 +168,11 @@ class Shard:
         untouched = frozenset.intersection(*[self._inbox.take(i) for i in group])
         lag = max([self.ledger.lag[i] for i in group])
         samples = self.ledger.pushes * self._batch_size
-        for holding, gs in zip(self.holdings, gradients, strict=True):
+        for holding, gs, into in zip_longest(self.holdings, gradients, self._into):
             at = At(holding.weights, lag=lag, rank=group[0], count=len(group), samples=samples)
-            holding.merge(gs, at, untouched)
+            holding.merge(gs, at, untouched, into)
+        self.copied = self.ledger.version + 1 if self._into else -1
+        self._into = ()
 
     # -- checkpoints ------------------------------------------------------------------------------
 

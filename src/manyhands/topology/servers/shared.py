@@ -91,6 +91,8 @@ class SharedLane:
         self._name = f"shard{number}"
         self._wake = WAKE.of(number)
         self._version = 0
+        self._has = -1
+        """The version that lies in this worker's memory since its last push."""
         self.all: list[SharedLane] = [self]
         with self._t.lock(self._name):
             self._shard = self._find(when, rule, codec)
@@ -140,14 +142,18 @@ class SharedLane:
     def _read(self, into: Sequence[Tensor]) -> None:
         ledger = self._shard.ledger
         self._version, self.lag = ledger.version, ledger.lag[self._me]
+        if self._version == self._has:
+            return
         for x, h in zip(into, self._shard.holdings, strict=True):
             x.copy_(h.weights)
         self._w.move(self._shard.nbytes)
 
-    def push(self, payload: Payload, untouched: Sequence[int]) -> None:
+    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
         with self._t.lock(self._name):
-            self._w.move(self._shard.nbytes)
-            freed = self._shard.push(self._me, payload, self._version, untouched)
+            self._shard.copied = -1
+            self._w.move(self._shard.nbytes * (2 if into else 1))
+            freed = self._shard.push(self._me, payload, self._version, untouched, into=into)
+            self._has = self._shard.copied
             self.lag = max(self.lag, self._shard.ledger.lag[self._me])
         self._wake_up(freed)
 
@@ -163,6 +169,7 @@ class SharedLane:
 
     def final(self, into: Sequence[Tensor]) -> None:
         with self._t.lock(self._name):
+            self._has = -1
             self._read(into)
 
     def rest(self) -> None:
