@@ -32,7 +32,12 @@ def test_with_a_straggler_ssp_reaches_its_bound_and_ends_sooner_than_bsp(place):
     digits, slow = load("digits"), mh.Slow([0], 5)
     stale = mh.train(digits, mh.ssp(staleness=3), cluster=mh.Cluster(stragglers=slow, **place), steps=60)
     hosts = {"hosts": place.get("hosts")}
-    bulk = mh.train(digits, mh.bsp(), cluster=mh.Cluster(stragglers=slow, **hosts), steps=60)
+    pooled = place == {
+        "hosts": 1
+    }  # there bsp moves each weight once, not P times: compare what differs in waiting only
+    bulk = mh.train(
+        digits, mh.bsp_server() if pooled else mh.bsp(), cluster=mh.Cluster(stragglers=slow, **hosts), steps=60
+    )
     assert stale.max_lag == 3
     assert stale.samples == bulk.samples
     assert stale.seconds < bulk.seconds

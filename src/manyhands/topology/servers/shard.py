@@ -120,14 +120,16 @@ class Shard:
     ) -> list[int]:
         """Take a gradient computed at version `seen`; returns the parked workers that may read now.
 
-        If it is applied at once, the weights are copied `into` the worker's memory on the way.
+        If it is applied at once and its worker may read on, the weights are copied `into` its memory on the way.
         """
-        ledger, self._into = self.ledger, into
+        ledger = self.ledger
         if not self.when.bounds_clocks:
             ledger.lag[i] = ledger.version - seen
         self._inbox.put(i, payload, untouched, release)
         ledger.add_pending(i)
-        return self._settle(ledger.tick(i))
+        slowest_moved = ledger.tick(i)
+        self._into = into if into and self.when.admit(ledger.standing(i)) else ()
+        return self._settle(slowest_moved)
 
     def leave(self, i: int) -> list[int]:
         """Worker `i` has finished; returns who may read now."""

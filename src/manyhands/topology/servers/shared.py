@@ -151,9 +151,11 @@ class SharedLane:
     def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
         with self._t.lock(self._name):
             self._shard.copied = -1
-            self._w.move(self._shard.nbytes * (2 if into else 1))
+            self._w.move(self._shard.nbytes)
             freed = self._shard.push(self._me, payload, self._version, untouched, into=into)
             self._has = self._shard.copied
+            if self._has >= 0:
+                self._w.move(self._shard.nbytes)
             self.lag = max(self.lag, self._shard.ledger.lag[self._me])
         self._wake_up(freed)
 
