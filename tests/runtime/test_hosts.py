@@ -149,9 +149,9 @@ def test_a_failure_ends_the_run_on_every_host(hosts, failing):
 def test_a_silent_host_is_lost_with_its_ranks_and_ends_its_own(hosts):
     hears = "said = until('lost'); tell(said['rank'], said['why'], time.monotonic()); line.send('left')"
     stays = f"meet(); tell('met'); {hears}"
-    cut_off = "meet(); tell(until('abort')['error'])"
+    cut_off = "meet(); tell('met'); tell(until('abort')['error'])"
     hosts.start(stays, stays, cut_off)
-    assert [process.stdout.readline() for process in hosts.processes[:2]] == ["met\n", "met\n"]
+    assert [process.stdout.readline() for process in hosts.processes] == ["met\n"] * 3
     began = time.monotonic()
     hosts.relay.is_cut.set()
     told = hosts.end()
