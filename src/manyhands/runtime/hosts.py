@@ -161,6 +161,8 @@ class Uplink:
 
     def heard(self, rank: int, kind: str, fields: Fields) -> None:
         self._wire.send("heard", {"rank": rank, "kind": kind, "fields": fields})
+        if kind == "failed":  # the hub will say so too, but this host may be empty by then
+            self._abort_here(fields["error"])
 
     def gone(self, rank: int, why: str, code: int | None) -> None:
         self._wire.send("gone", {"rank": rank, "why": why, "code": code})
