@@ -32,7 +32,7 @@ from manyhands.core.protocols import At, Rule, State
 Allocate = Callable[[str, Tensor], Tensor]
 """Where state lives: given a name and a fresh tensor, gives the tensor to use."""
 
-BLOCK_BYTES = 2**19
+BLOCK_BYTES = 2**20
 """Of one tensor: a few such blocks fit the cache of a core. Always a multiple of 64 numbers, so that torch's
 vectorised loops round a block as they round the whole."""
 
