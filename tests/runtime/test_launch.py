@@ -382,3 +382,22 @@ def test_run_has_help_with_examples(capsys):
     assert main(["run", "--help"]) == 0
     out = capsys.readouterr().out
     assert "usage: manyhands run" in out and "examples:" in out and "--servers" in out
+
+
+JOINS_TWICE = """
+from manyhands.core.errors import Refused
+from manyhands.runtime.join import connect
+connect().leave()
+try:
+    connect()
+except Refused as error:
+    assert "only once" in str(error)
+else:
+    raise SystemExit(1)
+"""
+
+
+def test_a_process_that_joins_twice_is_told_so(tmp_path):
+    script = tmp_path / "twice.py"
+    script.write_text(JOINS_TWICE)
+    assert run_script(str(script), [], workers=2) == 0

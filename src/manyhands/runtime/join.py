@@ -20,7 +20,9 @@ AT_ONCE = 64
 
 def connect(seat: Seat | None = None, servers: int | None = None) -> RealTransport:
     """Take a seat and meet all others: the seat given, that of our launcher, or that of torchrun and its like."""
-    seat = seat or from_environment()
+    if seat is None:
+        _refuse_second()
+        seat = from_environment()
     if seat is None:
         from manyhands.runtime.rendezvous import seat_from_torchrun
 
@@ -35,6 +37,16 @@ def connect(seat: Seat | None = None, servers: int | None = None) -> RealTranspo
         raise
     transport.begin()
     return transport
+
+
+def _refuse_second() -> None:
+    """The seat that a process was started for can be taken once."""
+    if _seated:
+        raise Refused("this process has joined its run already, but can join only once: share again within one block")
+    _seated.append(True)
+
+
+_seated: list[bool] = []
 
 
 def _meet(seat: Seat, transport: RealTransport) -> None:

@@ -54,7 +54,8 @@ def seat_from_torchrun(servers: int = 0, link: str | None = None) -> Seat:
 def _place() -> tuple[int, int]:
     missing = [name for name in NAMES if not os.environ.get(name)]
     if missing:
-        raise Refused(f"the environment does not describe a job: {', '.join(missing)} not set")
+        hint = "start the script with manyhands run, or with torchrun"
+        raise Refused(f"the environment does not describe a job ({hint}): {', '.join(missing)} not set")
     rank, size = _number("RANK"), _number("WORLD_SIZE")
     refuse_unless(0 <= rank < size, "RANK", rank, f">= 0 and < {size}")
     return rank, size
