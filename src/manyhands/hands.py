@@ -222,7 +222,9 @@ def join(
         servers: how many of the processes are servers, if the launcher does not say.
     """
     from manyhands.runtime.join import connect
+    from manyhands.runtime.last_words import end_in_few_words
 
+    end_in_few_words()
     transport = connect(servers=servers)
     try:
         return Hands(transport, model, strategy=strategy, loss=loss, optimizer=optimizer, seed=seed)

@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_stops_everyone(method, tmp_path, capfd):
 # -- the command line ---------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, signal, sys
+import os, signal
 import manyhands as mh
 from real.tools import net, small
 task, rank = small(), int(os.environ["RANK"])
@@ -142,10 +142,9 @@ with mh.join(net({width}), strategy=mh.{method}(lr=0.01), loss=task.loss) as han
             hands.step(x, y)
         except Exception as error:
             os.write(1, f"{{type(error).__name__}} {{error}}\\n".encode())  # in one piece: others write too
-            sys.excepthook = lambda *_: None
             raise
 """
-"""A loop of one's own; each rank says what it saw of the end, without a trace."""
+"""A loop of one's own; each rank writes what it saw of the end."""
 
 
 @pytest.mark.parametrize(
@@ -164,6 +163,36 @@ def test_the_exit_code_and_every_survivor_say_why(method, act, code, seen, tmp_p
     survivors = 2 if code == 3 else 3
     assert [line[: len(seen)] for line in out.splitlines()] == [seen] * survivors
     assert said.count(seen.split(" ", 1)[1]) == 1 and len(said.splitlines()) == 1
+
+
+AFTERWARDS = """
+import manyhands as mh
+from real.tools import net, small
+task = small()
+with mh.join(net(), strategy=mh.ssp(lr=0.01), loss=task.loss) as hands:
+    for x, y in hands.share(task.data, 4, steps=2):
+        hands.step(x, y)
+{act}
+"""
+
+
+def test_what_the_launcher_cannot_know_a_script_says_itself(tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(AFTERWARDS.format(act="hands.step(x, y) if hands.rank == 1 else None"))
+    ended, _, said = start("-m", "manyhands.cli", "run", "-n", 2, script).ended()
+    assert ended == 2
+    assert sorted(said.splitlines()) == [
+        "manyhands: rank 1 failed after it had left: exit code 2",
+        "manyhands: step was called outside the with block of its hands, but must be called within",
+    ]
+
+
+def test_an_error_of_the_scripts_own_is_shown_with_its_trace(tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(AFTERWARDS.format(act="1 / 0 if hands.rank == 1 else None"))
+    ended, _, said = start("-m", "manyhands.cli", "run", "-n", 2, script).ended()
+    assert ended == 1
+    assert said.count("Traceback") == 1 and "ZeroDivisionError: division by zero" in said
 
 
 # -- who cannot begin ---------------------------------------------------------------------------------

@@ -143,14 +143,18 @@ def children(pid):
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         with suppress(OSError):  # a thread that has just ended
             found += [int(child) for child in (task / "children").read_text().split()]
-    return sorted(child for child in found if not _serves(child))
+    return sorted(child for child in found if not _serves(_command(child)))
 
 
-def _serves(pid):
+def _serves(command):
+    return b"resource_tracker" in command or b"forkserver" in command
+
+
+def _command(pid):
+    """Its command line; what is ending has none any more."""
     with suppress(OSError):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        return b"resource_tracker" in command or b"forkserver" in command
-    return False
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def members(session):
@@ -159,8 +163,10 @@ def members(session):
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(of) == session and state not in "ZX" and not _serves(int(stat.parent.name)):
-                found.append(int(stat.parent.name))
+            pid = int(stat.parent.name)
+            command = _command(pid) if int(of) == session and state not in "ZX" else b""
+            if command and not _serves(command):
+                found.append(pid)
     return found
 
 

@@ -284,7 +284,7 @@ def test_its_own_exit_code_is_handed_on(script):
 
 def test_so_is_that_of_a_failure_after_the_run(script):
     code, said = script(SPEAKS + "meet(); line.send('left'); sys.exit(5 * seat.rank)")
-    assert code == 5 and said == ["rank 1 failed after it had left: it ended without a word (exit code 5)"]
+    assert code == 5 and said == ["rank 1 failed after it had left: exit code 5"]
 
 
 def test_and_that_of_whoever_reports_a_failure(script):

@@ -10,6 +10,9 @@ Facts = dict[str, Any]
 
 CODES = ((KeyboardInterrupt, 130), (Refused, 2), (PeerLost, 3), (Diverged, 4), (BaseException, 1))
 """The exit code of each error, the first that fits; 0 is done."""
+OURS = (ManyhandsError, KeyboardInterrupt)
+"""Errors that are told, not shown with a trace; an interrupt comes from whoever launched us."""
+_told: list[BaseException] = []
 
 
 def pack(error: BaseException, rank: int) -> Facts:
@@ -49,3 +52,13 @@ def unpack(facts: Facts) -> BaseException:
 def exit_code(error: BaseException) -> int:
     """How a process ends that was ended by `error`."""
     return next(code for kind, code in CODES if isinstance(error, kind))
+
+
+def note_told(error: BaseException) -> None:
+    """Whoever watches has been told that `error` has ended this rank."""
+    _told.append(error)
+
+
+def was_told(error: BaseException) -> bool:
+    """Whether whoever watches knows of this very error."""
+    return any(error is one for one in _told)

@@ -142,7 +142,8 @@ def _verdict(watcher: Watcher) -> int:
     lost = {rank for rank, _ in watcher.lost}
     for rank, code in codes.items():
         if code and rank not in lost:
-            log.error("rank %d failed after it had left: %s", rank, watcher.endings[rank])
+            how = f"exit code {code}" if code > 0 else watcher.endings[rank]
+            log.error("rank %d failed after it had left: %s", rank, how)
             return code if code > 0 else 128 - code
     return 0
 

@@ -97,6 +97,7 @@ class Member:
         """This rank ends the run."""
         self._over = True
         self._line.send("failed", {"error": failures.pack(error, self._seat.rank)})
+        failures.note_told(error)
 
     # -- listening --------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.errors import ManyhandsError, Refused
-from manyhands.runtime.failures import exit_code
+from manyhands.core.errors import Refused
+from manyhands.runtime.failures import OURS, exit_code
 from manyhands.runtime.seat import Seat
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 TOP_LEVEL = 'a task\'s functions must be at the top of a module, or named as "module:function"'
 PR_SET_PDEATHSIG = 1
-OURS = (ManyhandsError, KeyboardInterrupt)
-"""Errors that are told, not shown; an interrupt comes from whoever launched us."""
 
 
 def main(seat: Seat, program: bytes, pipe: Connection) -> None:
