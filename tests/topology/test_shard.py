@@ -18,6 +18,7 @@ from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import LentInbox
 from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.shared import SharedInbox
+from manyhands.virtual.transport import VirtualTransport
 
 SPANS = [Span(0, 0, 150), Span(0, 150, 307)]
 WORKERS = 3
@@ -207,3 +208,37 @@ def test_the_size_of_blocks_does_not_change_a_run(method, way, monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 256)
     small = mh.train(task(), method(), cluster=cluster, steps=8, seed=3)
     assert small.weights_sha256 == usual.weights_sha256
+
+
+# -- weights on the way -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lent", "shared"])
+@pytest.mark.parametrize("when", [Free(), Stale(1)])
+def test_whoever_may_read_on_gets_the_weights_with_its_push(when, kind):
+    shard = shard_of(kind, when, Sgd(lr=0.5), Raw())
+    into = [torch.zeros(span.numel) for span in SPANS]
+    shard.push(0, encoded(Raw(), gradient(0)), 0, into=into)
+    assert shard.copied == shard.ledger.version == 1
+    assert all(torch.equal(x, h.weights) for x, h in zip(into, shard.holdings, strict=True))
+
+
+@pytest.mark.parametrize(("when", "pushes"), [(Stale(1), 2), (Bulk(), 1)])
+def test_whoever_may_not_does_not(when, pushes):
+    shard = shard_of("shared", when, Sgd(lr=0.5), Raw())
+    for _ in range(pushes):
+        into = [torch.zeros(span.numel) for span in SPANS]
+        shard.copied = -1
+        shard.push(0, encoded(Raw(), gradient(0)), 0, into=into)
+    assert shard.copied == -1
+    assert not any(x.any() for x in into)
+
+
+def test_whoever_has_the_newest_weights_needs_no_lock_to_read_them(monkeypatch):
+    names, lock = [], VirtualTransport.lock
+    monkeypatch.setattr(VirtualTransport, "lock", lambda port, name: names.append(name) or lock(port, name))
+    data = TensorDataset(torch.randn(40, 4), torch.randn(40, 2))
+    task = mh.Task(model=lambda: nn.Linear(4, 2), data=data, loss=nn.functional.mse_loss, batch_size=4)
+    mh.train(task, mh.ssp(lr=0.1), cluster=mh.Cluster(workers=1), steps=10)
+    setup, first_pull, done, final = 1, 1, 1, 1
+    assert len(names) == setup + first_pull + 10 + done + final

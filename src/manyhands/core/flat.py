@@ -96,6 +96,7 @@ class Flat:
             self.parts.append(self._lay_out(len(self.parts), names))
             self.places += self.parts[-1].places
         self._gradients = self._gradient_views()
+        self._stretches: dict[Span, Tensor] = {}
         self._arrived: dict[str, Place] = {}
         self._complete = False
         self._arrival: Callable[[Place], None] | None = None
@@ -204,8 +205,11 @@ class Flat:
         return any(part.weights.is_meta for part in self.parts)
 
     def weights(self, span: Span) -> Tensor:
-        """A stretch of the weights."""
-        return self.parts[span.part].weights[span.start : span.stop]
+        """A stretch of the weights; it is cut once, for methods ask for the same ones in every step."""
+        found = self._stretches.get(span)
+        if found is None:
+            found = self._stretches[span] = self.parts[span.part].weights[span.start : span.stop]
+        return found
 
     def grad(self, span: Span) -> Tensor:
         """A stretch of the gradient."""
@@ -230,6 +234,7 @@ class Flat:
         for part, memory in zip(self.parts, weights, strict=True):
             part.weights = memory
             self._point(part)
+        self._stretches.clear()
 
     def collect_in(self, outgoing: Sequence[Tensor]) -> None:
         """Let gradients and marks arrive in other memory, one tensor per part."""

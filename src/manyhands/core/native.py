@@ -28,8 +28,15 @@ def compiled(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | No
     return None
 
 
+LITTLE = 256 * 1024
+"""Bytes that may well be in the cache still when they are read again."""
+
+
 def stream(x: Tensor, into: Tensor) -> None:
-    """Copy what nobody will read for a while; plainly if that cannot be done past the caches."""
+    """Copy what nobody will read for a while; plainly if it is little, or cannot be done past the caches."""
+    if x.nbytes < LITTLE:
+        into.copy_(x)
+        return
     copy = compiled("manyhands_stream", None, c_void_p, c_void_p, c_int64)
     fits = x.dtype == into.dtype and x.is_cpu and into.is_cpu and x.is_contiguous() and into.is_contiguous()
     if copy is None or not fits or x.numel() != into.numel():

@@ -94,7 +94,8 @@ class Shard:
         lying = inbox if isinstance(inbox, Lying) else Means(inbox, holdings, when.merges)
         self._gradients = lying.gradients
         self.nbytes = sum(h.weights.nbytes for h in holdings)
-        self._into: Sequence[Tensor] = ()
+        self._asks: tuple[int, Sequence[Tensor]] = 0, ()
+        """Who has just pushed, and the memory it wants the weights in."""
         self.copied = -1
         """The version that was last copied into the memory of whoever pushed; -1 if that push copied nothing."""
 
@@ -127,9 +128,8 @@ class Shard:
             ledger.lag[i] = ledger.version - seen
         self._inbox.put(i, payload, untouched, release)
         ledger.add_pending(i)
-        slowest_moved = ledger.tick(i)
-        self._into = into if into and self.when.admit(ledger.standing(i)) else ()
-        return self._settle(slowest_moved)
+        self._asks = i, into
+        return self._settle(ledger.tick(i))
 
     def leave(self, i: int) -> list[int]:
         """Worker `i` has finished; returns who may read now."""
@@ -170,11 +170,13 @@ class Shard:
         untouched = frozenset.intersection(*[self._inbox.take(i) for i in group])
         lag = max([self.ledger.lag[i] for i in group])
         samples = self.ledger.pushes * self._batch_size
-        for holding, gs, into in zip_longest(self.holdings, gradients, self._into):
+        pusher, memory = self._asks
+        copies = memory and self.when.admit(self.ledger.standing(pusher))
+        for holding, gs, into in zip_longest(self.holdings, gradients, memory if copies else ()):
             at = At(holding.weights, lag=lag, rank=group[0], count=len(group), samples=samples)
             holding.merge(gs, at, untouched, into)
-        self.copied = self.ledger.version + 1 if self._into else -1
-        self._into = ()
+        self.copied = self.ledger.version + 1 if copies else -1
+        self._asks = 0, ()
 
     # -- checkpoints ------------------------------------------------------------------------------
 
