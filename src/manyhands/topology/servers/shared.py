@@ -144,7 +144,7 @@ class SharedLane:
     def _has_newest(self) -> bool:
         """Whether nothing has come since our last push, which has read the weights: then the lock is not needed.
 
-        A version is one number, read in one piece. Whoever was let in then may go in now: only its own push changes that.
+        A version is one number, read in one piece. Whoever was let in then may go in now: only its own push ends that.
         """
         ledger = self._shard.ledger
         if self._has != ledger.version or not self._shard.pull(self._me):
