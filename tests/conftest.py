@@ -1,5 +1,6 @@
 """What every test may ask for."""
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -7,6 +8,11 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# What takes seconds to import; processes forked from one that has done so and nothing else start in no time.
+multiprocessing.set_forkserver_preload(
+    ["torch.distributed", "manyhands.processes", "manyhands.runtime.join", "manyhands.cli.train", "pytest"]
+)
 
 
 @pytest.fixture(scope="session")

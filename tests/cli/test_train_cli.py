@@ -17,14 +17,6 @@ FIELDS = {
 }
 
 
-@pytest.fixture
-def manyhands(tmp_path):
-    def call(*words):
-        return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, cwd=tmp_path)
-
-    return call
-
-
 def refused(done, *says):
     """It ended with 2, said why in one line on stderr and nothing on stdout."""
     assert (done.returncode, done.stdout) == (2, "")

@@ -54,14 +54,6 @@ def task():
 
 
 @pytest.fixture
-def manyhands(tmp_path):
-    def call(*words):
-        return subprocess.run([*COMMAND, *map(str, words)], capture_output=True, text=True, cwd=tmp_path)
-
-    return call
-
-
-@pytest.fixture
 def mortal(manyhands, tmp_path):
     (tmp_path / "mortal.py").write_text(MORTAL)
     return lambda *words: manyhands("train", *words, "--task", "mortal:task")

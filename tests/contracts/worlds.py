@@ -4,7 +4,6 @@ A world runs `program(transport)` on every rank and gives the results by rank, N
 processes import the program by name, so programs are functions at the top of a module, or `partial`s of such.
 """
 
-import multiprocessing
 import os
 import signal
 from functools import partial
@@ -73,7 +72,5 @@ class Real:
             checks_lending=True,
         ).results
 
-
-multiprocessing.set_forkserver_preload(["torch.distributed", "manyhands.runtime.join", "pytest"])
 
 WORLDS = {"virtual": Virtual(), "shm": Real("shm"), "tcp": Real("tcp")}

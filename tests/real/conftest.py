@@ -1,6 +1,5 @@
 """What tests of real processes share: nothing is left over by any of them, and some may start quickly."""
 
-import multiprocessing
 import os
 import threading
 from functools import partial
@@ -11,8 +10,6 @@ from manyhands import processes
 from manyhands.runtime.launch import launch
 
 from .tools import Started, children, memories, sockets
-
-multiprocessing.set_forkserver_preload(["torch", "manyhands.processes", "manyhands.runtime.join"])
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """Running jobs under attack: strangers at their doors, members that send garbage, and where they listen at all."""
 
 import logging
-import multiprocessing
 import os
 import queue
 import socket
@@ -23,7 +22,6 @@ from manyhands.runtime.secret import Stranger, introduce
 from manyhands.runtime.wire import Head, Piece
 
 pytestmark = pytest.mark.timeout(120)
-multiprocessing.set_forkserver_preload(["torch", "manyhands", "manyhands.runtime.join"])
 
 ROUND, GO, ANSWER, NEVER = Tag("round", carries="floats"), Tag("go"), Tag("answer"), Tag("never")
 BARE, WHOLE = Tag("bare", carries="nothing"), Tag("whole", carries="vectors")

@@ -22,8 +22,6 @@ from manyhands.runtime.launch import launch, run_script
 
 pytestmark = pytest.mark.timeout(120)
 
-multiprocessing.set_forkserver_preload(["torch", "manyhands.runtime.join"])
-
 
 def start(program, workers=2, **knobs):
     return launch(program, workers=workers, context="forkserver", **knobs)
