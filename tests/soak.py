@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-FOLDER = Path(__file__).parent / "real"
-FILES = [FOLDER / "test_faults.py", FOLDER / "test_stops.py"]
+TESTS = Path(__file__).parent
+FILES = [TESTS / name for name in ("real/test_faults.py", "real/test_stops.py", "runtime/test_hostile.py")]
 
 
 def main(rounds):
