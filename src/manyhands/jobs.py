@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from manyhands.runtime.resuming import saver
 from manyhands.virtual.budget import Common, Prescribed
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.world import simulate
+
+log = logging.getLogger("manyhands")
 
 
 def train(
@@ -71,6 +74,8 @@ def train(
     where = machines(strategy, cluster, workers, servers, link, bind)
     plan = make_plan(task, strategy, where, seed, steps, epochs, batch_size, per_worker)
     plan = with_checkpoints(plan, out, checkpoint_every, resume)
+    for remark in plan.remarks:
+        log.warning("%s", remark)
     began = time.perf_counter()
     with Record(None if out is None else Path(out), goes_on=resume is not None) as record:
         record.write(_header(plan))
@@ -157,6 +162,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "seed": plan.seed,
         "steps": plan.steps,
         "batch_size": plan.batch_size,
+        "remarks": plan.remarks,
         "participants": [{"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(roles)],
     }
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.protocols import Batch, Checks, Divides, Saves, Serves, Strategy, Transport
+from manyhands.core.protocols import Batch, Checks, Divides, Remarks, Saves, Serves, Strategy, Transport
 from manyhands.core.saving import Snapshot
 from manyhands.core.task import Task
 from manyhands.runtime.resuming import CHECKPOINTS, Terms, folder_of, refuse_to_mix, resumed
@@ -78,6 +78,11 @@ class Plan:
     def start(self) -> int:
         """The step the run begins at: 0, or where a checkpoint was."""
         return 0 if self.resume is None else self.resume.step
+
+    @property
+    def remarks(self) -> list[str]:
+        """Where the method does not do quite what its knobs say."""
+        return [*self.strategy.remarks(self.steps)] if isinstance(self.strategy, Remarks) else []
 
     @property
     def terms(self) -> Terms:

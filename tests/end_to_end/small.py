@@ -12,6 +12,7 @@ import manyhands as mh
 METHODS = {
     "bsp": mh.bsp,
     "bsp_server": mh.bsp_server,
+    "bmuf": mh.bmuf,
     "ssp": mh.ssp,
     "downpour": mh.downpour,
     "easgd": mh.easgd,

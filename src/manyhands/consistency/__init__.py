@@ -2,6 +2,7 @@
 
 from manyhands.consistency.bulk import Bulk
 from manyhands.consistency.free import Free
+from manyhands.consistency.rounds import Rounds
 from manyhands.consistency.stale import Stale
 
-__all__ = ["Bulk", "Free", "Stale"]
+__all__ = ["Bulk", "Free", "Rounds", "Stale"]

@@ -114,6 +114,21 @@ class Holding:
         """The parameters (by mark) that reach into this span."""
         return [mark for mark, *_ in self._segments]
 
+    @property
+    def states(self) -> list[State]:
+        """What the rule remembers here: of the whole stretch, or of one parameter after the other."""
+        return self._states
+
+    def forget(self) -> None:
+        """Let the rule begin anew."""
+        for number, state in enumerate(self._states):
+            _, start, stop = (0, 0, self.weights.numel()) if self._whole else self._segments[number]
+            weights = self.weights[start:stop] if self._whole else self.weights[start:stop].view(self._shapes[number])
+            for name, value in self.rule.init(weights).items():
+                state[name].copy_(value)
+        for place in range(len(self.counts)):
+            self.counts[place] = 0
+
     def segments(self) -> Iterator[tuple[int, int, Tensor, State]]:
         """Every parameter in this span: its mark, its start within the span, its weights and state."""
         for place, (mark, start, stop) in enumerate(self._segments):

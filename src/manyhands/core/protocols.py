@@ -232,6 +232,14 @@ class Rule(Protocol):
         """The step to add to `at.weights`; None if the rule has moved them itself. May overwrite `g`."""
 
 
+@runtime_checkable
+class Scales(Protocol):
+    """A rule with a knob that depends on how many workers there are."""
+
+    def among(self, workers: int) -> Rule:
+        """The rule for so many."""
+
+
 class Codec(Protocol):
     """What do workers send? Knobs only; memory is a vector in parameter coordinates, cut by span."""
 
@@ -279,6 +287,14 @@ class Checks(Protocol):
 
     def check(self, workers: int, servers: int, batch_size: int, model: torch.nn.Module) -> None:
         """Refuse what cannot work, before anything is started."""
+
+
+@runtime_checkable
+class Remarks(Protocol):
+    """A strategy that does not do quite what its knobs say."""
+
+    def remarks(self, steps: int) -> Sequence[str]:
+        """What one should know about a run of that many steps."""
 
 
 @runtime_checkable

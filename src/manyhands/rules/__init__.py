@@ -2,6 +2,7 @@
 
 from manyhands.rules.adagrad import Adagrad
 from manyhands.rules.adam import Adam
+from manyhands.rules.block import Block
 from manyhands.rules.chain import chain
 from manyhands.rules.momentum import Momentum
 from manyhands.rules.nesterov import Nesterov
@@ -9,4 +10,4 @@ from manyhands.rules.rmsprop import RmsProp
 from manyhands.rules.sgd import Sgd
 from manyhands.rules.torch import Torch
 
-__all__ = ["Adagrad", "Adam", "Momentum", "Nesterov", "RmsProp", "Sgd", "Torch", "chain"]
+__all__ = ["Adagrad", "Adam", "Block", "Momentum", "Nesterov", "RmsProp", "Sgd", "Torch", "chain"]

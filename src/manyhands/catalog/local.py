@@ -1,0 +1,203 @@
+"""Local methods: workers train on their own for a round, then combine what they have found."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from manyhands.consistency import Rounds
+from manyhands.core.protocols import Rule
+from manyhands.rules import Adam, Block, Nesterov, Sgd
+from manyhands.strategies.local_steps import LocalSteps
+from manyhands.topology.averages import ByFisher, ByLoss, BySamples
+
+__all__ = ["bmuf", "diloco", "model_averaging", "post_local_sgd", "simuparallel", "weighted_averaging"]
+
+WEIGHTS = {"samples": BySamples, "loss": ByLoss, "fisher": ByFisher}
+
+
+def simuparallel(lr: float = 0.1, rule: Rule | None = None) -> LocalSteps:
+    """SimuParallelSGD: every worker trains alone on its share; at the very end their weights are averaged, once.
+
+    split: data. when: once, at the end. who: a collective. what: weights, raw. how: any rule, on the worker's own
+    weights.
+
+        x_k <- x_k - eta g_k(x_k)             from the same start, on worker k's own share
+        w   =  (1/P) sum_k x_k                at the end
+
+    One message per worker in the whole run. The weights must start the same everywhere, which they do. Everyone takes
+    the same number of steps, so a straggler is waited for at the end; a lost worker ends the run.
+
+    Reference: M. Zinkevich, M. Weimer, A. Smola, L. Li, Parallelized stochastic gradient descent, 2010
+    Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.finish
+
+    Args:
+        lr: eta, the learning rate; constant.
+        rule: how a worker applies its gradient, instead of SGD with lr.
+    """
+    return LocalSteps(rule or Sgd(lr), Rounds(None))
+
+
+def model_averaging(
+    lr: float = 0.2,
+    period: int = 4,
+    phase: Literal["end", "start"] = "end",
+    memory: Literal["keep", "average", "reset"] = "keep",
+    overhead: float | None = None,
+    rule: Rule | None = None,
+) -> LocalSteps:
+    """Periodic model averaging (local SGD): after every few steps of their own all workers average their weights.
+
+    split: data. when: every period steps. who: a collective. what: weights, raw. how: any rule, on the worker's own
+    weights.
+
+        x_k <- x_k - eta g_k(x_k)             tau times
+        x_k <- (1/P) sum_j x_j
+
+    With tau = 1 and SGD, also with momentum, it is bsp; with Adam it is not. A round takes as long as its slowest
+    worker; a lost worker ends the run.
+
+    Reference: H. Su, H. Chen, H. Xu, Experiments on parallel training of deep neural network using model averaging,
+        2015, arXiv:1507.01239
+    Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.combine;
+        consistency/rounds.py Rounds
+
+    Args:
+        lr: eta, the learning rate of a worker's own steps.
+        period: tau, steps between two averages.
+        phase: average after every period-th step (end), or after the first and then every period-th (start).
+        memory: what becomes of a rule's memory (momentum) at an average: keep it, average it too, or reset it.
+        overhead: choose the period by measuring, so that averaging takes this share of the time.
+        rule: how a worker applies its gradient, instead of SGD with lr.
+    """
+    return LocalSteps(rule or Sgd(lr), Rounds(period, phase, overhead=overhead), memory=memory)
+
+
+def post_local_sgd(lr: float = 0.2, period: int = 4, warmup: int = 100, rule: Rule | None = None) -> LocalSteps:
+    """Post-local SGD: bulk-synchronous at first, when weights move fast, then model averaging.
+
+    split: data. when: every step until the warm-up is over, then every period steps. who: a collective. what:
+    gradients, then weights, raw. how: any rule, on the worker's own weights.
+
+        x <- x - eta (1/P) sum_k g_k(x)       for the first warmup steps
+        x_k <- x_k - eta g_k(x_k)             then tau times, and
+        x_k <- (1/P) sum_j x_j
+
+    A round takes as long as its slowest worker; a lost worker ends the run.
+
+    Reference: T. Lin, S. Stich, K. Patel, M. Jaggi, Don't use large mini-batches, use local SGD, 2018,
+        arXiv:1808.07217
+    Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.step_together;
+        strategies/local_steps.py LocalSteps.combine
+
+    Args:
+        lr: eta, the learning rate.
+        period: tau, steps between two averages after the warm-up.
+        warmup: steps with averaged gradients.
+        rule: how gradients are applied, instead of SGD with lr.
+    """
+    return LocalSteps(rule or Sgd(lr), Rounds(period), warmup=warmup)
+
+
+def weighted_averaging(
+    lr: float = 0.2,
+    period: int = 4,
+    by: Literal["samples", "loss", "fisher"] = "fisher",
+    rule: Rule | None = None,
+) -> LocalSteps:
+    """Weighted parameter combination: model averaging in which some workers count more, even for each parameter.
+
+    split: data. when: every period steps. who: a collective. what: weights and how much they count. how: any rule, on
+    the worker's own weights.
+
+        x_k <- x_k - eta g_k(x_k)             tau times
+        x_k <- sum_j a_j x_j / sum_j a_j      a_j: samples seen, 1 / mean loss, or the sum of g^2 per coordinate
+
+    With equal weights it is model averaging. A round takes as long as its slowest worker; a lost worker ends the run.
+
+    Reference: J. Hermans, On scalable deep learning and parallelizing gradient descent, 2017
+    Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.combine;
+        topology/averages.py average
+
+    Args:
+        lr: eta, the learning rate of a worker's own steps.
+        period: tau, steps between two averages.
+        by: what makes a worker count: the samples it has seen, a small loss, or the Fisher information.
+        rule: how a worker applies its gradient, instead of SGD with lr.
+    """
+    return LocalSteps(rule or Sgd(lr), Rounds(period), weight=WEIGHTS[by]())
+
+
+def bmuf(
+    lr: float = 0.1,
+    period: int = 8,
+    block_lr: float = 1.0,
+    block_momentum: float | None = None,
+    nesterov: bool = True,
+    base: Literal["paper", "lookahead"] = "paper",
+    memory: Literal["keep", "average", "reset"] = "keep",
+    rule: Rule | None = None,
+) -> LocalSteps:
+    """Blockwise model-update filtering: what a round has changed is one large step, and such steps have momentum.
+
+    split: data. when: every period steps. who: a collective. what: weights, raw. how: any rule on the worker's own
+    weights; block momentum between rounds.
+
+        x_k from W_g, tau steps of its own;  G = (1/P) sum_k x_k - W_g
+        Delta <- eta Delta + zeta G;  W <- W + Delta
+        W_g <- W (classical), W + eta Delta (Nesterov)
+
+    W is what is evaluated and saved. With eta = 0 and zeta = 1 it is model averaging. A round takes as long as its
+    slowest worker; a lost worker ends the run.
+
+    Reference: K. Chen, Q. Huo, Scalable training of deep learning machines by incremental block training with
+        intra-block parallel optimization and blockwise model-update filtering, 2016
+    Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.step_towards;
+        rules/block.py Block
+
+    Args:
+        lr: the learning rate of a worker's own steps.
+        period: tau, steps of a block.
+        block_lr: zeta, the block learning rate.
+        block_momentum: eta; 1 - 1/P if not given, so that every mini-batch counts as much as on one machine.
+        nesterov: start a block one step ahead.
+        base: what a step is added to: the filtered model (paper), or the point ahead, as some programs do.
+        memory: what becomes of a rule's memory (momentum) after a block: keep it, average it, or reset it.
+        rule: how a worker applies its gradient, instead of SGD with lr.
+    """
+    outer = Block(block_lr, block_momentum, nesterov, base == "lookahead")
+    return LocalSteps(rule or Sgd(lr), Rounds(period), outer, memory=memory)
+
+
+def diloco(
+    lr: float = 0.003,
+    period: int | None = None,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    rule: Rule | None = None,
+) -> LocalSteps:
+    """DiLoCo: hundreds of AdamW steps on every worker, then one Nesterov step of all together.
+
+    split: data. when: every period steps. who: a collective. what: weights, raw. how: AdamW on the worker's own
+    weights; Nesterov momentum between rounds.
+
+        theta_k from theta, H steps of AdamW on its own share
+        theta <- Nesterov step with the gradient (1/P) sum_k (theta - theta_k)
+
+    It sends H times less than bsp, so it suits slow links. AdamW's memory stays with its worker. A round takes as
+    long as its slowest worker; a lost worker ends the run.
+
+    Reference: A. Douillard et al., DiLoCo: distributed low-communication training of language models, 2023,
+        arXiv:2311.08105
+    Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.step_towards;
+        consistency/rounds.py Rounds
+
+    Args:
+        lr: the learning rate of the inner AdamW.
+        period: H, steps of a round; if not given 500, but at most a tenth of the run.
+        outer_lr: the learning rate of the outer step.
+        outer_momentum: the momentum of the outer step.
+        rule: how a worker applies its gradient, instead of AdamW with lr.
+    """
+    inner = rule or Adam(lr, weight_decay=0.01, decoupled=True)
+    rounds = Rounds(500, capped=True) if period is None else Rounds(period)
+    return LocalSteps(inner, rounds, Nesterov(outer_lr, outer_momentum))
