@@ -1,4 +1,4 @@
-"""Write docs/methods/ from the recipes' docstrings: `make docs`."""
+"""Write docs/methods/ and the README's table of methods from the recipes' docstrings: `make docs`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from manyhands.cli.index import Knob, Method, methods
 
 FOLDER = Path(__file__).resolve().parent / "methods"
+README = FOLDER.parents[1] / "README.md"
+TABLE = re.compile(r"(?<=<!-- methods, written by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
+"""What stands between these two lines of the README."""
 FROM_LOSS = re.compile(r"(?:^|(?<=[.;] ))[^.;]*\ba lost (?:worker|client)\b.*", re.IGNORECASE)
 """What a card says about a lost worker: from there to the end of its paragraph."""
 ENDS = """A run of real processes that goes on ends with exit code 0 and names the rank that was lost. One that cannot
@@ -28,6 +31,19 @@ def overview(found: list[Method]) -> str:
     return "\n".join(
         [NOTE, "# Methods\n", "| method | family | what it does | paper |", "|---|---|---|---|", *rows, ""]
     )
+
+
+def readme(text: str) -> str:
+    """The README with its table of methods brought up to date."""
+    rows = [f"| [{m.name}](docs/methods/{m.name}.md) | {m.family} | {cell(brief(m))} |" for m in methods().values()]
+    table = "\n".join(["| method | family | what it does |", "|---|---|---|", *rows, ""])
+    return TABLE.sub(lambda _: table, text)
+
+
+def brief(method: Method) -> str:
+    """Its summary without its name."""
+    _, _, what = method.card.summary.partition(": ")
+    return (what or method.card.summary).rstrip(".")
 
 
 def page(method: Method) -> str:
@@ -85,6 +101,7 @@ def main() -> None:
             old.unlink()
     for name, text in written.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
