@@ -5,6 +5,7 @@ import torch
 from toys import number, parabolas, probed, toy_t
 
 import manyhands as mh
+from manyhands.rules import Nesterov
 from manyhands.splits.data import Share
 
 # (x1, x2, c) after 1, 2, 3 steps
@@ -87,3 +88,46 @@ def test_one_worker_without_a_spring_is_plain_sgd(digits64, plain_sgd):
     mh.train(digits64, elastic, cluster=mh.Cluster(workers=1), steps=5)
     for name, w in reference.items():
         assert torch.allclose(last[name], w, rtol=0, atol=1e-12)
+
+
+# -- with momentum ------------------------------------------------------------------------------------
+
+# after events of worker 1, 2, 1, 2 with delta = 0.9
+WITH_MOMENTUM = [(0.1, 0, 0), (0.1, 0.6, 0), (0.261, 0.6, 0.01), (0.261, 1.453, 0.069)]
+
+
+@pytest.mark.parametrize("where", [{"servers": 1}, {}, {"hosts": 1}], ids=["server", "co-located", "shared"])
+@pytest.mark.parametrize("events", [1, 2, 3, 4])
+def test_momentum_asynchronous_by_turns(events, where):
+    elastic = mh.eamsgd(lr=0.1, momentum=0.9, moving_rate=0.1, asynchronous=True)
+    got = ends(toy_t(), elastic, cluster=mh.Cluster(workers=2, order=[0, 1, 0, 1][:events], **where))
+    assert got == pytest.approx(WITH_MOMENTUM[events - 1], abs=1e-9)
+
+
+def test_momentum_synchronous():
+    """By hand: v = (0.1, 0.6), then v1 = 0.09 - 0.1 (0.19 - 1) and v2 = 0.54 - 0.2 (1.14 - 3)."""
+    elastic = mh.eamsgd(lr=0.1, momentum=0.9, center_rate=0.2)
+    got = ends(toy_t(), elastic, cluster=mh.Cluster(workers=2), steps=2)
+    assert got == pytest.approx((0.1 + 0.171 - 0.01, 0.6 + 0.912 - 0.06, 0.07), abs=1e-9)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_without_momentum_it_is_easgd(digits64, asynchronous):
+    runs = [
+        mh.train(digits64, method(lr=0.1, asynchronous=asynchronous), cluster=mh.Cluster(workers=3), steps=5)
+        for method in (mh.easgd, lambda **knobs: mh.eamsgd(momentum=0.0, **knobs))
+    ]
+    assert runs[0].weights_sha256 == runs[1].weights_sha256
+
+
+def test_one_worker_without_a_spring_is_nesterov_in_its_first_form(digits64):
+    """x + delta v, the point ahead, is what torch's form keeps."""
+    cluster, lr, δ, ahead = mh.Cluster(workers=1), 0.05, 0.9, {}
+
+    def look(s, w):
+        ahead.update(w.named([p.weights + δ * v for p, v in zip(w.flat.parts, s.velocity, strict=True)]))
+
+    mh.train(digits64, probed(mh.eamsgd(lr=lr, momentum=δ, moving_rate=0.0), step=look), cluster=cluster, steps=6)
+    torch_form = mh.train(digits64, mh.bsp(rule=Nesterov(lr, δ)), cluster=cluster, steps=6)
+    for name, w in torch_form.weights.items():
+        assert torch.allclose(ahead[name], w, rtol=0, atol=1e-10)

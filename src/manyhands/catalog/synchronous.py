@@ -12,7 +12,7 @@ from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.elastic import Elastic
 from manyhands.strategies.server import Server
 
-__all__ = ["bsp", "bsp_server", "easgd"]
+__all__ = ["bsp", "bsp_server", "eamsgd", "easgd"]
 
 
 def bsp(lr: float = 0.3, rule: Rule | None = None, collective: str = "auto") -> AllReduce:
@@ -99,3 +99,42 @@ def easgd(
         shard: how the centre is cut over servers when asynchronous.
     """
     return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard)
+
+
+def eamsgd(
+    lr: float = 0.03,
+    momentum: float = 0.9,
+    center_rate: float = 0.9,
+    moving_rate: float | None = None,
+    period: int = 1,
+    asynchronous: bool = False,
+    rule: Rule | None = None,
+    shard: Literal["size", "layer"] = "size",
+) -> Elastic:
+    """Elastic averaging with momentum: like easgd, but a worker's own moves have inertia; the spring has none.
+
+    split: data. when: every period steps, together or each on its own clock. who: a collective, or shards
+    of the centre when asynchronous. what: raw. how: the elastic move beside Nesterov momentum on any local rule.
+
+        e_k = alpha (x_k - c)
+        v_k <- delta v_k - eta g_k(x_k + delta v_k)
+        x_k <- x_k + v_k - e_k;  c <- c + sum_k e_k (asynchronous: c + e_k, one worker at a time)
+
+    With delta = 0 it is easgd. The centre c is what is evaluated and saved. Synchronous, a lost worker ends the run;
+    asynchronous, the others go on, if the centre is not with it: on one host, or with servers.
+
+    Reference: S. Zhang, A. Choromanska, Y. LeCun, Deep learning with elastic averaging SGD, 2015, arXiv:1412.6651
+    Loops: strategies/elastic.py Elastic.step; strategies/elastic.py Elastic.gradient;
+        topology/servers/shard.py Shard.exchange
+
+    Args:
+        lr: eta, the learning rate of a worker's own steps; with much momentum it must be small.
+        momentum: delta, what remains of a worker's last move.
+        center_rate: beta, how fast the centre follows the workers.
+        moving_rate: alpha, how strongly a worker is pulled to the centre; beta / P if not given.
+        period: tau, steps between two elastic moves.
+        asynchronous: every worker meets the centre on its own clock.
+        rule: how a worker applies its own gradient, instead of SGD with lr.
+        shard: how the centre is cut over servers when asynchronous.
+    """
+    return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard, momentum)

@@ -9,6 +9,11 @@ what   raw         how   the elastic move beside any local Rule
     c   <- c + sum_k e_k                     synchronous (beta = P alpha): Jacobi, all at time t
     c   <- c + e_k                           asynchronous: one exchange, c read fresh
 
+With `momentum` delta a worker's own move has inertia, in Nesterov's first form; the spring has none:
+
+    v_k <- delta v_k - eta g_k(x_k + delta v_k)
+    x_k <- x_k + v_k - e_k
+
 The answer is the centre c.
 """
 
@@ -43,6 +48,7 @@ class Elastic:
         period: tau, steps between elastic moves; the first one is at step 0.
         asynchronous: each worker meets the centre on its own clock.
         shard: how the centre is cut over the shards (asynchronous).
+        momentum: delta, what remains of a worker's last move.
     """
 
     rule: Rule
@@ -51,6 +57,7 @@ class Elastic:
     period: int = 1
     asynchronous: bool = False
     shard: Sharding = "size"
+    momentum: float = 0.0
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -58,6 +65,7 @@ class Elastic:
         alpha = self.moving_rate or 0.0
         refuse_unless(0 <= alpha <= 1, "moving_rate", self.moving_rate, "0 to 1")
         refuse_unless(self.period >= 1, "period", self.period, ">= 1")
+        refuse_unless(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
         self.lockstep = not self.asynchronous
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
@@ -66,8 +74,9 @@ class Elastic:
         check_servers(servers, model)
 
     def setup(self, w: Worker) -> None:
-        """x, the worker's own weights; c, the centre (synchronous) or the lanes to it."""
+        """x, the worker's own weights; v, their last move; c, the centre (synchronous) or the lanes to it."""
         self.held = replica(w.flat, self.rule)
+        self.velocity = [torch.zeros_like(part.weights) for part in w.flat.parts] if self.momentum else []
         self.alpha = self.center_rate / len(w.workers) if self.moving_rate is None else self.moving_rate
         if self.asynchronous:
             self.lanes = connect(w, self.shard, Free(), self.rule, Raw())
@@ -80,11 +89,24 @@ class Elastic:
         meets = w.step % self.period == 0
         if self.asynchronous:
             moves = self.exchange(w) if meets else None
-            loss = w.gradient(batch)
+            loss = self.gradient(w, batch)
         else:
-            loss = w.gradient(batch)
+            loss = self.gradient(w, batch)
             moves = self.meet(w) if meets else None
         self.update(w, moves)
+        return loss
+
+    @torch.no_grad()
+    def gradient(self, w: Worker, batch: Batch) -> float:
+        """At x, or with momentum at x + delta v."""
+        if not self.velocity or w.flat.is_meta:
+            return w.gradient(batch)
+        x = [part.weights.clone() for part in w.flat.parts]
+        for part, v in zip(w.flat.parts, self.velocity, strict=True):
+            part.weights.add_(v, alpha=self.momentum)
+        loss = w.gradient(batch)
+        for part, old in zip(w.flat.parts, x, strict=True):
+            part.weights.copy_(old)
         return loss
 
     @torch.no_grad()
@@ -111,11 +133,15 @@ class Elastic:
 
     @torch.no_grad()
     def update(self, w: Worker, moves: list[Tensor] | None) -> None:
-        """x <- x - e + rule(g); neither move has seen the other."""
+        """x <- x - e + rule(g), or x - e + v; neither move has seen the other."""
         for number, (part, held) in enumerate(zip(w.flat.parts, self.held, strict=True)):
             if moves is not None and not part.weights.is_meta:
                 part.weights.sub_(moves[number])
+            before = part.weights.clone() if self.velocity else part.weights
             held.update(part.grad, At(held.weights, samples=w.samples), part.untouched())
+            if self.velocity and not part.weights.is_meta:
+                v = self.velocity[number].mul_(self.momentum).add_(part.weights - before)
+                torch.add(before, v, out=part.weights)
 
     def finish(self, w: Worker) -> None:
         """Take leave of the centre."""
@@ -154,12 +180,14 @@ class Elastic:
                 lane.join()
 
     def state(self, w: Worker) -> Saved | None:
-        """Every worker's x, and what its rule remembers."""
+        """Every worker's x and v, and what its rule remembers."""
         x = named(w.flat.places, [part.weights for part in w.flat.parts])
-        return collect(w, under("x", x) | under("rule", join(pieces(self.held, w.flat.places))))
+        v = named(w.flat.places, self.velocity) if self.velocity else {}
+        return collect(w, under("x", x) | under("v", v) | under("rule", join(pieces(self.held, w.flat.places))))
 
     def restore(self, w: Worker, saved: Saved) -> None:
         """Each its own; a new worker begins at the centre with a fresh rule."""
         if mine := own(w, saved):
             place(w.flat.places, [part.weights for part in w.flat.parts], section(mine, "x"))
+            place(w.flat.places, self.velocity, section(mine, "v"))
             restore(self.held, w.flat.places, section(mine, "rule"))
