@@ -8,11 +8,14 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from manyhands.rules import Sgd
+from manyhands.strategies.growing_batch import GrowingBatch
 
 METHODS = {
     "bsp": mh.bsp,
     "bsp_server": mh.bsp_server,
     "bmuf": mh.bmuf,
+    "adaptive_batch": lambda lr=0.3, rule=None: GrowingBatch(rule or Sgd(lr), 2, (24,), most=2),
     "ssp": mh.ssp,
     "downpour": mh.downpour,
     "easgd": mh.easgd,

@@ -10,9 +10,10 @@ from manyhands.core.protocols import Codec, Rule
 from manyhands.rules import Sgd
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.elastic import Elastic
+from manyhands.strategies.growing_batch import GrowingBatch
 from manyhands.strategies.server import Server
 
-__all__ = ["bsp", "bsp_server", "eamsgd", "easgd"]
+__all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd"]
 
 
 def bsp(lr: float = 0.3, rule: Rule | None = None, collective: str = "auto") -> AllReduce:
@@ -138,3 +139,29 @@ def eamsgd(
         shard: how the centre is cut over servers when asynchronous.
     """
     return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard, momentum)
+
+
+def adaptive_batch(lr: float = 0.3, factor: int = 2, most: int = 4, rule: Rule | None = None) -> GrowingBatch:
+    """Adaptive mini-batch size: where others would lower the learning rate, the mini-batch grows.
+
+    split: data. when: bulk, after so many mini-batches as make up a large one. who: a collective. what: raw. how: any
+    rule, the same on every worker.
+
+        at 0.3, 0.6 and 0.8 of the run:  B <- f B, as long as it is at most `most` times the first one
+                                         then eta <- eta / f instead
+
+    Both make the noise eta N / (B (1 - mu)) smaller by the same factor, but larger mini-batches mean fewer updates and
+    fewer messages. A step takes as long as the slowest worker; a lost worker ends the run.
+
+    Reference: S. Smith, P. Kindermans, C. Ying, Q. Le, Don't decay the learning rate, increase the batch size, 2017,
+        arXiv:1711.00489
+    Loops: strategies/growing_batch.py GrowingBatch.step; strategies/growing_batch.py GrowingBatch.phase;
+        strategies/growing_batch.py GrowingBatch.update
+
+    Args:
+        lr: eta, the learning rate.
+        factor: f, by how much a mini-batch grows at each milestone.
+        most: how many times the first mini-batch it may be.
+        rule: how the mean gradient is applied, instead of SGD with lr.
+    """
+    return GrowingBatch(rule or Sgd(lr), factor, most=most)

@@ -214,6 +214,8 @@ class At:
     """How many gradients were merged into this one."""
     seen: Tensor | None = None
     """The weights the gradient was computed at, if the rule needs them."""
+    rate: float = 1.0
+    """What a method multiplies the learning rate with."""
 
 
 class Rule(Protocol):

@@ -22,4 +22,4 @@ def check_rate(lr: Rate) -> None:
 
 def rate_at(lr: Rate, at: At) -> float:
     """η for this update."""
-    return lr(at.samples) if callable(lr) else lr
+    return (lr(at.samples) if callable(lr) else lr) * at.rate
