@@ -191,6 +191,18 @@ def test_what_the_launcher_cannot_know_a_script_says_itself(tmp_path, start):
     ]
 
 
+LOOKS_BACK = "import atexit, threading; atexit.register(lambda: print([t.name for t in threading.enumerate()]))"
+
+
+@pytest.mark.parametrize("act", ["pass", "hands.step(x, y)"], ids=["well", "badly"])
+def test_no_thread_is_at_work_when_python_takes_itself_down(act, tmp_path, start):
+    """One that were could abort the process: it would seem to have been killed."""
+    script = tmp_path / "script.py"
+    script.write_text(LOOKS_BACK + AFTERWARDS.format(act=act))
+    _, out, _ = start("-m", "manyhands.cli", "run", "-n", 2, script).ended()
+    assert out.splitlines() == ["['MainThread']"] * 2
+
+
 def test_an_error_of_the_scripts_own_is_shown_with_its_trace(tmp_path, start):
     script = tmp_path / "script.py"
     script.write_text(AFTERWARDS.format(act="1 / 0 if hands.rank == 1 else None"))

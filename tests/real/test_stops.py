@@ -85,11 +85,12 @@ def test_an_interrupt_between_two_ranks_comes_when_all_are_started(monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(SpawnProcess, "start", interrupted_after)
+    monkeypatch.setattr(watch, "HASTE", 30.0)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(nothing, workers=2)
     assert len(started) == 2
-    assert time.monotonic() - began < watch.HASTE, "who has not joined need not be waited for"
+    assert time.monotonic() - began < 15, "who has not joined need not be waited for"
 
 
 @pytest.mark.parametrize("to_all", [True, False], ids=["group", "launcher"])

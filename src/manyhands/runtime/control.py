@@ -19,6 +19,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -112,6 +113,11 @@ class Line:
             raise HungUp("the other end is gone")
         self._pieces += data
         return True
+
+    def hang_up(self) -> None:
+        """Both sides hear that it is over, also whoever is listening on this one."""
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         for file in self._files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 import threading
@@ -30,6 +31,7 @@ def connect(seat: Seat | None = None, servers: int | None = None) -> RealTranspo
     elif servers is not None and servers != seat.roles.count("server"):
         raise Refused(f"servers is {servers}, but this run was started with {seat.roles.count('server')}")
     transport = RealTransport(seat)
+    atexit.register(transport.close)
     try:
         _meet(seat, transport)
     except ManyhandsError as error:

@@ -244,14 +244,20 @@ class _Loop:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._calls: deque[Callable[[], None]] = deque()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._running = True
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End the thread, after what it is doing."""
+        self._later(lambda: setattr(self, "_running", False))
 
     def _later(self, call: Callable[[], None]) -> None:
         self._calls.append(call)
         os.eventfd_write(self._bell, 1)
 
     def _run(self) -> None:
-        while True:
+        while self._running:
             for key, _ in self._selector.select():
                 if key.fd == self._bell:
                     os.eventfd_read(self._bell)

@@ -40,7 +40,8 @@ class Member:
         self._said: dict[str, Any] = {}
         self._error: BaseException | None = None
         self._line = Line(_connect(seat))
-        threading.Thread(target=self._listen, name="manyhands member", daemon=True).start()
+        self.thread = threading.Thread(target=self._listen, name="manyhands member", daemon=True)
+        self.thread.start()
 
     # -- joining ----------------------------------------------------------------------------------
 
@@ -98,6 +99,11 @@ class Member:
         self._over = True
         self._line.send("failed", {"error": failures.pack(error, self._seat.rank)})
         failures.note_told(error)
+
+    def hang_up(self) -> None:
+        """Say and hear nothing more."""
+        self._over = True
+        self._line.hang_up()
 
     # -- listening --------------------------------------------------------------------------------
 

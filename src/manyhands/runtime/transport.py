@@ -72,6 +72,7 @@ class RealTransport:
         self._here = threading.local()
         self._main = self._here.doing = Doing()
         self._working: list[threading.Thread] = []
+        self._threads = [self.member.thread, self.reader.thread, self._writer.thread]
         self._closing: dict[int, str] = {}
         self._has_left = False
         self.native_groups: dict[str, object] = {}
@@ -261,6 +262,7 @@ class RealTransport:
 
         thread = threading.Thread(target=run, name=getattr(activity, "__name__", "activity"), daemon=True)
         thread.start()
+        self._threads.append(thread)
         if not daemon:
             self._working.append(thread)
         return RealActivity(thread)
@@ -290,6 +292,16 @@ class RealTransport:
         self.flush()
         self.member.left()
         self._stop(Ended())
+
+    def close(self) -> None:
+        """End all threads: one that is at work while Python takes itself down would take the process with it."""
+        ends = time.monotonic() + LAST_WORDS
+        self._stop(Ended())
+        self.reader.stop()
+        self._writer.stop()
+        self.member.hang_up()
+        for thread in self._threads:
+            thread.join(max(0.0, ends - time.monotonic()))
 
     def now(self) -> float:
         return time.monotonic() - self._began

@@ -26,9 +26,9 @@ from manyhands.runtime.vigil import Ending, Vigil
 
 log = logging.getLogger("manyhands")
 
-GRACE = 1.5
+GRACE = 1.0
 """Seconds between the end of a run and the end of ranks that do not end themselves."""
-HASTE = 1.0
+HASTE = 0.5
 """The same when somebody waits for it."""
 PATIENCE = 30.0
 """Seconds in which ranks that are to stop must come to a good moment."""
