@@ -9,6 +9,10 @@ import torch
 
 torch.set_num_threads(1)
 
+# For the processes that tests start: lines that several ranks print stay whole, and nothing is compiled twice.
+for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
+    os.environ.pop(name, None)
+
 # What takes seconds to import; processes forked from one that has done so and nothing else start in no time.
 multiprocessing.set_forkserver_preload(
     ["torch.distributed", "manyhands.processes", "manyhands.runtime.join", "manyhands.cli.train", "pytest"]

@@ -191,7 +191,10 @@ def test_what_the_launcher_cannot_know_a_script_says_itself(tmp_path, start):
     ]
 
 
-LOOKS_BACK = "import atexit, threading; atexit.register(lambda: print([t.name for t in threading.enumerate()]))"
+LOOKS_BACK = """
+import atexit, os, threading
+atexit.register(lambda: os.write(1, f"{[thread.name for thread in threading.enumerate()]}\\n".encode()))
+"""
 
 
 @pytest.mark.parametrize("act", ["pass", "hands.step(x, y)"], ids=["well", "badly"])
