@@ -4,11 +4,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.nn.functional import mse_loss
 
 import manyhands as mh
 from manyhands.tasks import load
 
-from .small import METHODS, losses
+from .small import METHODS, losses, task
 
 YOURS = '''
 """Which of two moons is a point on?"""
@@ -72,6 +74,51 @@ def test_text(data_dir, method, steps):
     result = mh.train(task, METHODS[method](), steps=steps)
     assert losses(result)[0] > 3.9, "at first any of some sixty characters is as likely"
     assert result.final_loss < 2.8
+
+
+BEYOND = {"bsp": mh.bsp, "ssp": mh.ssp, "diloco": lambda: mh.diloco(period=10)}
+
+
+@pytest.mark.parametrize("method", BEYOND)
+def test_a_machine_without_a_loss_learns_to_see(method):
+    result = mh.train("rbm", BEYOND[method](), cluster=mh.Cluster(workers=2), epochs=6)
+    blind = max(0.5, losses(result)[0] / 8)
+    assert result.final_loss < 0.6 * losses(result)[0] < blind * 8
+    assert result.test_accuracy > 0.85
+
+
+@pytest.mark.parametrize("method", BEYOND)
+def test_a_network_with_a_memory_learns_to_read(data_dir, method):
+    task = replace(load("rnn", data_dir / "text"), test=None)
+    result = mh.train(task, BEYOND[method](), cluster=mh.Cluster(workers=2), steps=100)
+    assert losses(result)[0] > 3.9
+    assert result.final_loss < 3.2
+
+
+def by_hand(model, x, y):
+    """The gradient of an ordinary loss, as if there were no other way to get it."""
+    with torch.enable_grad():
+        loss = mse_loss(model(x), y)
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("gpipe", "pipedream")])
+def test_a_gradient_that_is_handed_over_is_as_good_as_a_loss(method):
+    runs = [mh.train(given, METHODS[method](), steps=6).weights_sha256 for given in (small(), small(None, by_hand))]
+    assert runs[0] == runs[1]
+
+
+def small(loss=mse_loss, gradient=None):
+    return replace(task(), loss=loss, gradient=gradient)
+
+
+def test_a_gradient_for_nothing_is_refused_by_name():
+    def misnamed(model, x, y):
+        return torch.ones(()), {"0.wieght": torch.zeros(8, 4)}
+
+    with pytest.raises(mh.Refused, match=r"no parameter '0\.wieght': did you mean 0\.weight"):
+        mh.train(small(None, misnamed), mh.bsp(), steps=1)
 
 
 @pytest.mark.parametrize("method", ["bsp", "ssp", "gpipe"])

@@ -5,6 +5,7 @@ import pickle
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from manyhands.splits.data import Share
 from manyhands.tasks import NAMES, load
 from manyhands.tasks.mnist import FILES
 from manyhands.tasks.parts import accuracy
+from manyhands.tasks.rbm import Boltzmann, contrastive_divergence
 
 
 def train(task, *, steps, batch_size, lr, seed=0):
@@ -38,6 +40,10 @@ def score(task, model):
         return task.metric(model(x), y)
 
 
+NO_CHAINS = ("rbm", "rnn")
+"""They cannot be cut into layers that follow each other."""
+
+
 def parameters(task):
     return sum(parameter.numel() for parameter in task.build(0).parameters())
 
@@ -57,10 +63,10 @@ def refused(make, *args):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_task_has_a_name_four_stages_and_can_be_sent_to_a_process(name, tmp_path):
     (tmp_path / "some.txt").write_text("to be, or not to be: " * 20)
-    task = load(name, write_mnist(tmp_path) if name in ("mnist", "text") else None)
+    task = load(name, write_mnist(tmp_path) if name in ("mnist", "text", "rnn") else None)
     assert task.name == name
     assert task.batch_size == 32
-    assert stages(task.build(0)) >= 4
+    assert name in NO_CHAINS or stages(task.build(0)) >= 4
     copy = pickle.loads(pickle.dumps(task))
     assert len(copy.data) == len(task.data)
 
@@ -242,6 +248,39 @@ def test_regression_is_made_the_same_each_time():
     assert all(torch.equal(a, b) for a, b in zip(first, load("regression").data.tensors, strict=True))
 
 
+# --- rbm, rnn
+
+
+def test_contrastive_divergence_by_hand():
+    """One visible and one hidden unit that are certain: W = 1000, so all samples are given."""
+    model = Boltzmann(1, 1)
+    with torch.no_grad():
+        model.weight.fill_(1000.0)
+        model.hidden.fill_(-500.0)
+        model.visible.fill_(-500.0)
+    v0 = torch.tensor([[1.0], [0.0]])
+    loss, gradient = contrastive_divergence(model, v0, v0)
+    assert loss == 0 and all(not g.any() for g in gradient.values()), "it imagines what it sees"
+    with torch.no_grad():
+        model.visible.fill_(500.0)  # now it always imagines 1
+    loss, gradient = contrastive_divergence(model, v0, v0)
+    assert loss == 0.5
+    assert {name: g.item() for name, g in gradient.items()} == {"weight": 0.5, "visible": 0.5, "hidden": 0.5}
+
+
+def test_a_task_has_a_loss_or_a_gradient():
+    with pytest.raises(Refused, match="loss and gradient are both given"):
+        replace(load("digits"), gradient=contrastive_divergence)
+
+
+def test_recurrent_and_plain_text_have_the_same_data(tmp_path):
+    (tmp_path / "some.txt").write_text("to be, or not to be: " * 20)
+    plain, recurrent = load("text", tmp_path), load("rnn", tmp_path)
+    assert torch.equal(plain.data.tensors[0], recurrent.data.tensors[0])
+    assert recurrent.build(0)(recurrent.data.tensors[0][:3]).shape == (3, 9)
+    assert refused(load, "rnn", None).startswith("the task rnn needs --data FILE")
+
+
 # --- vgg16
 
 
@@ -259,7 +298,7 @@ def test_vgg16_has_the_sizes_of_the_paper_and_no_numbers():
 # --- by name
 
 
-@pytest.mark.parametrize("name", ["digits", "regression", "vgg16"])
+@pytest.mark.parametrize("name", ["digits", "regression", "rbm", "vgg16"])
 def test_data_that_would_not_be_read_is_refused(name, tmp_path):
     assert refused(load, name, tmp_path) == f'the task "{name}" reads no files: leave out --data {tmp_path}'
 

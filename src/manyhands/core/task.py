@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.errors import refuse_unless
+from manyhands.core.errors import Refused, refuse_unless
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Task:
         epochs: how long to train when nobody says.
         work: floating-point operations of forward and backward for one sample; None: 6 per parameter.
         sizes_only: the model is never run and has no numbers, only sizes: for virtual time.
+        gradient: `gradient(model, *fields)`, instead of a loss that can be differentiated: gives the loss to report,
+            and a gradient for each parameter it has one for, by name.
     """
 
     model: Callable[[], nn.Module]
@@ -39,11 +41,14 @@ class Task:
     epochs: float = 40
     work: float | None = None
     sizes_only: bool = False
+    gradient: Callable[..., tuple[Tensor, Mapping[str, Tensor]]] | None = None
 
     def __post_init__(self) -> None:
         refuse_unless(self.batch_size >= 1, "batch_size", self.batch_size, ">= 1")
         refuse_unless(self.epochs > 0, "epochs", self.epochs, "> 0")
         refuse_unless(len(self.data) >= 1, "the number of samples", len(self.data), ">= 1")
+        if self.gradient is not None and self.loss is not None:
+            raise Refused("loss and gradient are both given, but a task needs only one of them")
 
     def build(self, seed: int) -> nn.Module:
         """A model whose weights depend on the seed and on nothing else."""

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.errors import Diverged, Refused
+from manyhands.core.errors import Diverged, Refused, unknown
 from manyhands.core.firing import Firing
 from manyhands.core.flat import Flat, Span
 from manyhands.core.protocols import Batch, Transport
@@ -108,13 +108,30 @@ class Worker:
         self.seed_torch()
         firing = Firing(self.flat.buckets(), self.flat.places, fired) if fired else None
         self.flat.open(None if firing is None else firing.arrived)
+        value = self._differentiate(batch) if self.task.gradient is None else self._take_gradient(batch)
+        self.flat.close()
+        if firing is not None:
+            firing.finish()
+        return value
+
+    def _differentiate(self, batch: Batch) -> float:
         with torch.enable_grad():
             loss = self.task.loss_of(self.model, batch)
             value = self.checked(loss)
             loss.backward()  # type: ignore[no-untyped-call]
-        self.flat.close()
-        if firing is not None:
-            firing.finish()
+        return value
+
+    @torch.no_grad()
+    def _take_gradient(self, batch: Batch) -> float:
+        """From a task that knows its gradient without a backward pass."""
+        assert self.task.gradient is not None
+        loss, gradients = self.task.gradient(self.model, *batch)
+        value = self.checked(loss)
+        known = {place.name: place for place in self.flat.places}
+        for name, gradient in gradients.items():
+            if name not in known:
+                raise unknown("parameter", name, list(known))
+            self.flat.put(known[name], gradient)
         return value
 
     def seed_torch(self, key: int = 0) -> None:

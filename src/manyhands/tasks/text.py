@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,12 @@ def text(data: Path | None = None) -> Task:
     Args:
         data: a text file in UTF-8, or a folder with exactly one `.txt` file.
     """
-    path = _file(data)
+    return next_character(data, _model, "text")
+
+
+def next_character(data: Path | None, model: Callable[[int], nn.Module], name: str) -> Task:
+    """The task for any model of so many characters."""
+    path = _file(data, name)
     try:
         characters = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -40,14 +46,14 @@ def text(data: Path | None = None) -> Task:
     cut = len(tokens) - len(tokens) // 10
     train = _windows(tokens[:cut])
     return Task(
-        model=partial(_model, len(vocabulary)),
+        model=partial(model, len(vocabulary)),
         data=train,
         test=_windows(tokens[cut:]),
         loss=cross_entropy,
         metric=accuracy,
         batch_size=32,
         epochs=SAMPLES / len(train),
-        name="text",
+        name=name,
     )
 
 
@@ -68,9 +74,9 @@ def _windows(tokens: Tensor) -> TensorDataset:
     return TensorDataset(tokens[:-1].unfold(0, CONTEXT, 1), tokens[CONTEXT:])
 
 
-def _file(data: Path | None) -> Path:
+def _file(data: Path | None, name: str) -> Path:
     if data is None:
-        raise Refused("the task text needs --data FILE, or a folder with exactly one .txt file")
+        raise Refused(f"the task {name} needs --data FILE, or a folder with exactly one .txt file")
     if not data.is_dir():
         if not data.is_file():
             raise Refused(f"there is no file {data}")
