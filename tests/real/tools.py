@@ -162,12 +162,21 @@ def members(session):
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-            pid = int(stat.parent.name)
-            command = _command(pid) if int(of) == session and state not in "ZX" else b""
-            if command and not _serves(command):
-                found.append(pid)
-    return found
+            if int(stat.read_text().rpartition(")")[2].split()[3]) == session:
+                found.append(int(stat.parent.name))
+    return [pid for pid in found if (command := _settled(pid)) and not _serves(command)]
+
+
+def _settled(pid):
+    """Its command line; none if it has ended. What is ending has none any more, and what is beginning none yet."""
+    ends = time.monotonic() + LIMIT
+    while not (command := _command(pid)) and time.monotonic() < ends:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                time.sleep(1e-3)
+                continue
+        break
+    return command
 
 
 def sockets():
