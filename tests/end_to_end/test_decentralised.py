@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 
 import manyhands as mh
@@ -102,11 +103,12 @@ def test_all_ranks_draw_the_same_random_graph(method, seed):
 @every_mode
 @pytest.mark.parametrize("rank", [0, 2], ids=["lead", "other"])
 def test_gossip_uses_up_its_budget_whenever_a_worker_is_lost(mode, rank):
-    whole = run(mh.gossip(lr=0.2, mode=mode), workers=5)
+    far = {"workers": 5, "latency": "500us"}  # so that somebody is waiting for an answer most of the time
+    whole = run(mh.gossip(lr=0.2, mode=mode), **far)
     assert len(steps_of(whole)) == STEPS * 5 and has_learned(whole)
     for moment in range(9):
         fault = (mh.Die, mh.Stop, mh.CutLink)[moment % 3](rank, whole.seconds * moment / 9)
-        result = run(mh.gossip(lr=0.2, mode=mode), workers=5, faults=[fault])
+        result = run(mh.gossip(lr=0.2, mode=mode), **far, faults=[fault])
         assert result.lost == [(rank, fault.why)]
         assert STEPS * 5 - 1 <= len(steps_of(result)) <= STEPS * 5, "all that is missing is the one it died over"
         assert has_learned(result) and all(weight.isfinite().all() for weight in result.weights.values())
@@ -120,6 +122,24 @@ def test_gossip_is_learned_by_one_that_is_left(mode):
     assert [rank for rank, _ in result.lost] == [0, 1, 3]
     assert {line["rank"] for line in steps_of(result) if line["time"] > third} == {2}
     assert STEPS * 4 - 3 <= len(steps_of(result)) <= STEPS * 4 and has_learned(result)
+
+
+@every_mode
+def test_a_lost_worker_is_not_chosen_any_more(mode):
+    chosen = []
+
+    class Watched(type(mh.gossip())):
+        def chosen(self, w):
+            for rank in super().chosen(w):
+                chosen.append((w.transport.now(), rank))
+                yield rank
+
+    strategy, at = mh.gossip(lr=0.01, mode=mode), 0.005
+    strategy.__class__ = Watched
+    run(strategy, workers=4, faults=[mh.Die(2, at)])
+    assert any(rank == 2 for when, rank in chosen if when < at)
+    assert not any(rank == 2 for when, rank in chosen if when > at + 0.001), "once everybody has heard of it"
+    assert {rank for when, rank in chosen if when > at + 0.001} == {0, 1, 3}
 
 
 @pytest.mark.parametrize("mode", ["push", "pairwise"])
@@ -232,22 +252,26 @@ def test_a_gossip_that_goes_on_after_a_checkpoint_is_the_one_that_is_resumed(mod
 
 
 def test_what_was_pushed_is_averaged_before_a_checkpoint_however_late_it_comes(tmp_path):
-    """With nothing but pushes after the fourth step, from (1, 1, 1, ...) and (3, 3, 3, ...), all are 2 when saved."""
-    data, cluster = task(), mh.Cluster(workers=2, faults=[mh.SlowLink(1, factor=100)])
+    """Workers are at 1, 3, 5; the second pushes to the third, on whose slow link small words overtake it."""
+    data = task(model=lambda: nn.Sequential(nn.Linear(4, 9000), nn.Linear(9000, 2)))
+    cluster = mh.Cluster(workers=3, bandwidth="10Mbit", faults=[mh.SlowLink(2, factor=20)])
 
     class Apart(type(mh.gossip())):
         def setup(self, w):
             super().setup(w)
-            self.own.place([torch.full_like(x, 1 + 2 * w.rank) for x in self.own.x])
+            self.own.place([torch.full_like(x, 2 * w.rank + 1) for x in self.own.x])
             self.own.show()
 
-    strategy = mh.gossip(rule=Sgd(1e-30), mode="push", period=4)
+        def chosen(self, w):
+            return iter([2] if (w.rank, w.step) == (1, 3) else [])
+
+    strategy = mh.gossip(rule=Sgd(1e-30), mode="push")
     strategy.__class__ = Apart
-    mh.train(data, strategy, cluster=cluster, steps=4, out=tmp_path, checkpoint_every=4)
+    mh.train(data, strategy, cluster=cluster, steps=4, out=tmp_path, checkpoint_every=4, per_worker=True)
     saved = load_checkpoint(tmp_path / "checkpoints")
-    assert all(bool((x == 2).all()) for x in saved.weights.values())
-    xs = [x for name, x in saved.state.items() if "/x/" in name]
-    assert len(xs) == 2 * len(saved.weights) and all(bool((x == 2).all()) for x in xs)
+    for rank, x in enumerate([1, 3, 4]):
+        found = [one for name, one in saved.state.items() if name.startswith(f"worker{rank}/x/")]
+        assert len(found) == 4 and all(bool((one == x).all()) for one in found)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
