@@ -650,6 +650,19 @@ def test_nobody_hangs_whenever_a_worker_dies(name, rank):
         assert "named" in outcomes
 
 
+@pytest.mark.parametrize("name", ["bsp", "bsp_server", "ad_psgd", "d_psgd", "gossip"])
+def test_the_lead_may_die_while_all_begin(name):
+    """Rank 3 is far away: when the others have heard that all are set up, it has not."""
+    for moment in range(40):
+        faults = [mh.SlowLink(3, factor=5), mh.Die(0, at=moment * 25e-6)]
+        try:
+            joined = Joined(METHODS[name](), looped(steps=3), mh.Cluster(workers=4, faults=faults))
+        except mh.PeerLost as loss:
+            assert loss.rank == 0
+        else:
+            assert same(joined.models)
+
+
 class Broken(Exception):
     """Something in the user's loop."""
 
