@@ -20,8 +20,8 @@ from manyhands.core.agreement import refuse_unlike
 from manyhands.core.alike import begin_alike, end_alike, set_free
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, OwnTask
-from manyhands.core.gather import gather
 from manyhands.core.loop import average_buffers
+from manyhands.core.meeting import meet
 from manyhands.core.protocols import Checks, Divides, Finishes, Rule, Serves, Strategy, Transport
 from manyhands.core.worker import Worker
 from manyhands.rules.optimizer import recreate
@@ -84,7 +84,7 @@ class Training:
             strategy.serve(w)
         else:
             strategy.setup(w)
-            gather(w)  # whoever is set up may send, so all must be
+            meet(w)  # whoever is set up may send, so all must be
 
     @torch.no_grad()
     def step(self, batch: Fields) -> float | None:

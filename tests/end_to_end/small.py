@@ -1,4 +1,4 @@
-"""The ten ways to train, and a task so small that a run takes milliseconds."""
+"""The ways to train, and a task so small that a run takes milliseconds."""
 
 from itertools import pairwise
 
@@ -21,6 +21,8 @@ METHODS = {
     "easgd": mh.easgd,
     "easgd asynchronous": lambda **knobs: mh.easgd(asynchronous=True, **knobs),
     "ad_psgd": mh.ad_psgd,
+    "d_psgd": mh.d_psgd,
+    "gossip": mh.gossip,
     "hogwild": mh.hogwild,
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,

@@ -16,6 +16,7 @@ STOPPING = ["bsp", "bsp_server", "easgd", "gpipe", "pipedream"]
 GOING_ON = [
     *((method, place) for method in ("ssp", "downpour", "easgd asynchronous") for place in ("servers", "one host")),
     ("ad_psgd", "apart"),
+    ("gossip", "apart"),
     ("hogwild", "one host"),
 ]
 """Nobody is missed."""
@@ -87,6 +88,7 @@ def test_one_worker_is_enough(method, place):
         ("downpour", "servers", 1),
         ("easgd asynchronous", "one host", 0),
         ("ad_psgd", "apart", 0),
+        ("gossip", "apart", 3),
         ("hogwild", "one host", 2),
     ],
 )

@@ -18,7 +18,7 @@ from manyhands.virtual.world import simulate
 
 from .small import METHODS, SERVED, model, task
 
-ALIKE = ["bsp", "bsp_server", "easgd", "gpipe", "pipedream"]
+ALIKE = ["bsp", "bsp_server", "easgd", "d_psgd", "gpipe", "pipedream"]
 """Methods whose result does not depend on timing."""
 DATA = task().data
 
@@ -539,7 +539,7 @@ def test_a_loader_of_a_stream_is_taken_apart():
 # -- optimizers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*ALIKE, "hogwild", "ad_psgd", "easgd asynchronous"])
+@pytest.mark.parametrize("name", [*ALIKE, "hogwild", "ad_psgd", "gossip", "easgd asynchronous"])
 def test_an_optimizer_takes_the_place_of_the_strategys_rule(name):
     """Those that move no weights at a shard equal their twin with the rule, to the last bit."""
     options = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1}
@@ -613,7 +613,7 @@ def on_one_host(*faults, workers=4):
     return mh.Cluster(workers=workers, hosts=1, faults=list(faults))
 
 
-@pytest.mark.parametrize("name", ["ssp", "downpour", "easgd asynchronous", "hogwild", "ad_psgd"])
+@pytest.mark.parametrize("name", ["ssp", "downpour", "easgd asynchronous", "hogwild", "ad_psgd", "d_psgd", "gossip"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_others_end_with_one_answer_when_a_worker_dies(name, rank):
     whole = Joined(METHODS[name](), looped(epochs=8), on_one_host()).simulation.seconds
@@ -625,7 +625,7 @@ def test_the_others_end_with_one_answer_when_a_worker_dies(name, rank):
     assert [one["hands"].lead for one in joined.ranks] == [True, False, False]
 
 
-@pytest.mark.parametrize("name", ["ssp", "bsp_server", "bsp", "ad_psgd", "pipedream"])
+@pytest.mark.parametrize("name", ["ssp", "bsp_server", "bsp", "ad_psgd", "d_psgd", "gossip", "pipedream"])
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_nobody_hangs_whenever_a_worker_dies(name, rank):
     """The death may fall into the beginning, the loop, the answer or the handing round."""
@@ -644,10 +644,23 @@ def test_nobody_hangs_whenever_a_worker_dies(name, rank):
             led = sum(one["hands"].lead for one in joined.ranks)
             assert led == 1 or (led == 0 and rank == 0)
             outcomes.add("went on")
-    if name in ("ssp", "ad_psgd"):
+    if name in ("ssp", "ad_psgd", "d_psgd", "gossip"):
         assert outcomes == {"went on"} if rank else "went on" in outcomes
     else:
         assert "named" in outcomes
+
+
+@pytest.mark.parametrize("name", ["bsp", "bsp_server", "ad_psgd", "d_psgd", "gossip"])
+def test_the_lead_may_die_while_all_begin(name):
+    """Rank 3 is far away: when the others have heard that all are set up, it has not."""
+    for moment in range(40):
+        faults = [mh.SlowLink(3, factor=5), mh.Die(0, at=moment * 25e-6)]
+        try:
+            joined = Joined(METHODS[name](), looped(steps=3), mh.Cluster(workers=4, faults=faults))
+        except mh.PeerLost as loss:
+            assert loss.rank == 0
+        else:
+            assert same(joined.models)
 
 
 class Broken(Exception):

@@ -56,7 +56,12 @@ KNOBS = [
     (train(mh.gpipe, batch_size=30), "batch_size is 30, but must be divisible by micro_batches = 4"),
     (train(lambda: mh.ssp(shard="rows")), "shard is 'rows', but must be 'size' or 'layer'"),
     (train(lambda: mh.bsp(collective="gossip")), "collective is gossip, but must be one of auto, native, shared, ring"),
+    (make(mh.gossip, mode="shout"), "mode is shout, but must be one of push, pull, pairwise"),
+    (make(mh.gossip, period=0), "period is 0, but must be >= 1"),
+    (make(mh.d_psgd, mix="before"), "mix is 'before', but must be 'beside' or 'after'"),
+    (train(lambda: mh.d_psgd(graph="star")), "graph is star, but must be one of ring, complete, exponential, torus"),
     (train(lambda: mh.ad_psgd(graph="star")), "graph is star, but must be one of ring, complete, exponential, torus"),
+    (train(lambda: mh.ad_psgd(graph="random", bipartite=True)), "graph is random, but must be one that always has two"),
     (train(lambda: mh.ad_psgd(bipartite=True), cluster=mh.Cluster(workers=3)), "a ring of 3 ranks is not bipartite"),
 ]
 

@@ -16,7 +16,7 @@ from manyhands.runtime.checkpoint import load_checkpoint
 
 from .small import METHODS, SERVED, steps_of, task
 
-EXACT = ["bsp", "bsp_server", "bmuf", "adaptive_batch", "easgd", "gpipe"]
+EXACT = ["bsp", "bsp_server", "bmuf", "adaptive_batch", "easgd", "d_psgd", "gpipe"]
 LOOSE = [name for name in METHODS if name not in EXACT]
 RULES = {
     "sgd": lambda: Sgd(0.02),
@@ -273,7 +273,8 @@ def restored(method, folder, workers=4):
 
     def look(self, w):
         names = {place.mark: place.name for place in w.flat.places}
-        momentum = {names[mark]: state["m"].clone() for one in self.held for mark, _, _, state in one.segments()}
+        held = self.own.held if hasattr(self, "own") else self.held
+        momentum = {names[mark]: state["m"].clone() for one in held for mark, _, _, state in one.segments()}
         seen[w.rank] = w.flat.named(), momentum
 
     strategy = watched(METHODS[method](rule=Momentum(0.01)), look)
@@ -295,7 +296,7 @@ def test_each_worker_of_hogwild_gets_its_own_memory_back(tmp_path):
         assert momentum and same(momentum, saved.state, f"worker{rank}/rule", "/m")
 
 
-@pytest.mark.parametrize("method", ["ad_psgd", "easgd", "easgd asynchronous"])
+@pytest.mark.parametrize("method", ["ad_psgd", "d_psgd", "gossip", "easgd", "easgd asynchronous"])
 def test_old_workers_get_their_own_weights_back_and_new_ones_begin_at_the_answer(method, tmp_path):
     run(method, steps=EVERY, rule="momentum", train=saving(tmp_path))
     saved = load_checkpoint(tmp_path / "checkpoints")

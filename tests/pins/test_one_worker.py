@@ -15,6 +15,8 @@ METHODS = {
     "downpour": mh.downpour(rule=Sgd(LR)),
     "downpour without prefetch": mh.downpour(rule=Sgd(LR), prefetch=False),
     "ad-psgd": mh.ad_psgd(lr=LR),
+    "d-psgd": mh.d_psgd(lr=LR),
+    "gossip": mh.gossip(lr=LR),
     "hogwild": mh.hogwild(lr=LR),
     "gpipe": mh.gpipe(lr=LR, micro_batches=1),
     "pipedream": mh.pipedream(lr=LR),

@@ -48,7 +48,7 @@ EVENTS = [(0.1, 0), (0.05, 0.65), (0.44, 0.35)]
 
 def xs_after(task, strategy, **run):
     xs = {}
-    probed(strategy, finish=lambda s, w: xs.setdefault(w.rank, s.x[0].clone()))
+    probed(strategy, finish=lambda s, w: xs.setdefault(w.rank, s.own.x[0].clone()))
     result = mh.train(task, strategy, **run)
     return [xs[rank] for rank in sorted(xs)], result
 
@@ -61,7 +61,7 @@ def test_ad_psgd_by_events(events):
     assert mean.item() == pytest.approx(sum(EVENTS[events - 1]) / 2, abs=1e-9)
 
 
-@pytest.mark.parametrize("graph", ["ring", "complete", "exponential", "torus"])
+@pytest.mark.parametrize("graph", ["ring", "complete", "exponential", "torus", "random"])
 @pytest.mark.parametrize("speeds", [[1] * 6, [1, 0.7, 2, 1.3, 0.4, 1]])
 def test_averaging_keeps_the_mean(digits64, graph, speeds):
     """With steps too small to see, only averaging moves the weights: their mean stays, their spread shrinks."""
@@ -69,8 +69,8 @@ def test_averaging_keeps_the_mean(digits64, graph, speeds):
 
     def scatter(s, w):
         noise = torch.Generator().manual_seed(w.rank)
-        s.place([torch.randn(x.shape, generator=noise, dtype=x.dtype) for x in s.x])
-        start[w.rank] = s.x[0].clone()
+        s.own.place([torch.randn(x.shape, generator=noise, dtype=x.dtype) for x in s.own.x])
+        start[w.rank] = s.own.x[0].clone()
 
     strategy = probed(mh.ad_psgd(rule=Sgd(1e-300), graph=graph), setup=scatter)
     xs, _ = xs_after(digits64, strategy, cluster=mh.Cluster(workers=6, speeds=speeds), steps=10)
@@ -84,7 +84,7 @@ def test_each_event_moves_the_mean_by_its_own_gradient_only(digits64):
     steps, first = [], {}
 
     def begin(s, w):
-        first[w.rank] = s.x[0].clone()
+        first[w.rank] = s.own.x[0].clone()
 
     def note(s, w):
         steps.append(w.flat.parts[0].grad.clone())
@@ -102,7 +102,7 @@ def test_each_event_moves_the_mean_by_its_own_gradient_only(digits64):
 def test_with_two_sides_only_one_initiates(digits64):
     offers = []
     strategy = mh.ad_psgd(bipartite=True)
-    probed(strategy, try_next=lambda s, w: offers.append((w.rank, s.open)))
+    probed(strategy, begin=lambda s, w: offers.append((w.rank, s.pairing.open)))
     mh.train(digits64, strategy, cluster=mh.Cluster(workers=4), steps=3)
     initiators = {rank for rank, peer in offers if peer is not None}
     assert initiators == {0, 2}

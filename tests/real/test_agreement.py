@@ -13,13 +13,16 @@ pytestmark = pytest.mark.timeout(60)
 
 LINKS = pytest.mark.parametrize("link", ["shm", "tcp"])
 STEPS = 12
-NINE = {
+METHODS = {
     "bsp": mh.bsp,
     "bsp_server": mh.bsp_server,
     "ssp": mh.ssp,
     "downpour": mh.downpour,
     "easgd": mh.easgd,
     "ad_psgd": mh.ad_psgd,
+    "d_psgd": mh.d_psgd,
+    "gossip": mh.gossip,
+    "gossip by push": functools.partial(mh.gossip, mode="push"),
     "hogwild": mh.hogwild,
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
@@ -30,7 +33,7 @@ NINE = {
 def virtual(method, workers, hosts=None):
     """The digest of the weights after a few steps in virtual time."""
     cluster = mh.Cluster(workers=workers, hosts=hosts)
-    return mh.train("digits", NINE[method](), cluster=cluster, steps=STEPS).weights_sha256
+    return mh.train("digits", METHODS[method](), cluster=cluster, steps=STEPS).weights_sha256
 
 
 # -- to the last bit ----------------------------------------------------------------------------------
@@ -39,10 +42,13 @@ def virtual(method, workers, hosts=None):
 @LINKS
 @pytest.mark.parametrize(
     ("method", "workers"),
-    [("bsp", 2), ("bsp_server", 2), ("bsp_server", 3), ("gpipe", 2), ("gpipe", 3), ("pipedream", 2)],
+    [
+        *[("bsp", 2), ("bsp_server", 2), ("bsp_server", 3), ("d_psgd", 2), ("d_psgd", 3)],
+        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2)],
+    ],
 )
 def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, quickly):
-    real = mh.train("digits", NINE[method](), workers=workers, link=link, steps=STEPS)
+    real = mh.train("digits", METHODS[method](), workers=workers, link=link, steps=STEPS)
     assert real.weights_sha256 == virtual(method, workers)
     assert real.samples == STEPS * 32 * (1 if method in ("gpipe", "pipedream") else workers)
 
@@ -74,9 +80,9 @@ def test_jobs_at_the_same_time_do_not_meet(tmp_path, quickly):
 
 
 @LINKS
-@pytest.mark.parametrize("method", [name for name in NINE if name != "hogwild"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "hogwild"])
 def test_two_workers_learn_the_digits(method, link, quickly):
-    result = mh.train("digits", NINE[method](), workers=2, link=link)
+    result = mh.train("digits", METHODS[method](), workers=2, link=link)
     assert result.test_accuracy >= 0.93
     assert (result.world, result.lost, result.stopped_at) == ("real", [], None)
 

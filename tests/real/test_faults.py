@@ -75,9 +75,10 @@ def test_any_method_stops_without_its_server(tmp_path, caplog, capfd):
         (mh.downpour, kill, KILLED),
         (functools.partial(mh.easgd, asynchronous=True), kill, KILLED),
         (mh.ad_psgd, kill, KILLED),
+        (mh.gossip, kill, KILLED),
         (mh.hogwild, kill, KILLED),
     ],
-    ids=["ssp", "ssp stopped", "downpour", "easgd asynchronous", "ad_psgd", "hogwild"],
+    ids=["ssp", "ssp stopped", "downpour", "easgd asynchronous", "ad_psgd", "gossip", "hogwild"],
 )
 def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, quickly):
     strike = Strike(act, tmp_path)
@@ -87,6 +88,17 @@ def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, q
     taken = {rank: sum(line["rank"] == rank for line in lines) for rank in range(3)}
     assert taken[0] + taken[2] == result.steps * 3 - strike.step - 1, "it took its last one with it"
     assert taken[0] > 0 and taken[2] > 0
+    assert result.test_accuracy >= 0.93
+
+
+@FAULTS
+def test_in_lock_step_the_others_go_on_without_a_neighbour(act, why, tmp_path, quickly):
+    strike = Strike(act, tmp_path)
+    result = mh.train("digits", struck(mh.d_psgd(), strike), workers=3, epochs=20)
+    assert result.lost == [(1, why)]
+    lines = [line for line in result.records if "loss" in line]
+    taken = [sum(line["rank"] == rank for line in lines) for rank in range(3)]
+    assert taken[0] == taken[2] == result.steps and taken[1] <= strike.step
     assert result.test_accuracy >= 0.93
 
 

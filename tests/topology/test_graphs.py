@@ -1,11 +1,12 @@
-"""Graphs of peers: symmetric, connected, and drawn as they are."""
+"""Graphs of peers: symmetric, connected, and drawn as they are; and how much neighbours weigh."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 from manyhands.core.errors import Refused
-from manyhands.topology.peers import neighbours, sides
+from manyhands.topology.peers import mixing, neighbours, sides
 from manyhands.topology.peers.graphs import GRAPHS, rows
 
 every_graph = pytest.mark.parametrize("graph", GRAPHS)
@@ -24,11 +25,16 @@ def test_symmetric_in_order_and_without_loops(graph, P):
 @every_size
 @every_graph
 def test_connected(graph, P):
-    reached, new = set(), {0}
+    assert walk(0, [neighbours(graph, rank, P) for rank in range(P)]) == set(range(P))
+
+
+def walk(start, of):
+    """Who can be reached."""
+    reached, new = set(), {start}
     while new:
         reached |= new
-        new = {other for rank in new for other in neighbours(graph, rank, P)} - reached
-    assert reached == set(range(P))
+        new = {other for rank in new for other in of[rank]} - reached
+    return reached
 
 
 @every_graph
@@ -52,7 +58,7 @@ def test_a_torus_is_as_square_as_it_can_be():
 
 
 @every_size
-@every_graph
+@pytest.mark.parametrize("graph", [graph for graph in GRAPHS if graph != "random"])
 def test_two_sides_separate_all_neighbours_or_are_refused(graph, P):
     columns = P // rows(P)
     even = {
@@ -71,8 +77,81 @@ def test_two_sides_separate_all_neighbours_or_are_refused(graph, P):
         assert all(set(neighbours(graph, rank, P)) <= set(other) for rank in side)
 
 
+# -- random graphs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+@every_size
+def test_a_random_graph_is_two_rings(seed, P):
+    of = [neighbours("random", rank, P, seed) for rank in range(P)]
+    assert all(min(P - 1, 2) <= len(others) <= min(P - 1, 4) for others in of)
+    assert all(rank in of[other] for rank, others in enumerate(of) for other in others)
+    assert walk(0, of) == set(range(P))
+
+
+def test_the_seed_alone_makes_a_random_graph():
+    def graph(seed):
+        return tuple(tuple(neighbours("random", rank, 16, seed)) for rank in range(16))
+
+    assert graph(3) == graph(3)
+    assert len({graph(seed) for seed in range(20)}) == 20
+
+
+# -- mixing weights -----------------------------------------------------------------------------------
+
+
+def matrix(graph, P, seed=0):
+    rows = [mixing(graph, rank, P, seed) for rank in range(P)]
+    return torch.tensor([[row.get(rank, 0.0) for rank in range(P)] for row in rows], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("P", range(1, 18))
+@every_graph
+def test_mixing_weights_are_symmetric_and_sum_to_one(graph, P):
+    for seed in range(5) if graph == "random" else (0,):
+        W = matrix(graph, P, seed)
+        assert torch.equal(W, W.T)
+        assert torch.allclose(W.sum(0), torch.ones(P, dtype=W.dtype), rtol=0, atol=1e-15)
+        assert torch.allclose(W.sum(1), torch.ones(P, dtype=W.dtype), rtol=0, atol=1e-15)
+        for rank in range(P):
+            others = neighbours(graph, rank, P, seed)
+            assert sorted(mixing(graph, rank, P, seed)) == sorted([rank, *others])
+            assert bool((W[rank] >= 0).all()) and W[rank, rank] > 0
+
+
+@pytest.mark.parametrize("P", range(2, 18))
+@every_graph
+def test_repeated_mixing_ends_in_the_mean(graph, P):
+    """The second largest eigenvalue is below one, and the smallest above minus one."""
+    values = torch.linalg.eigvalsh(matrix(graph, P))
+    assert values[-1].item() == pytest.approx(1, abs=1e-12)
+    assert values[-2] < 1 - 1e-3 and values[0] > -1 + 1e-3
+
+
+def test_the_weights_of_the_literature():
+    third, fifth = pytest.approx(1 / 3, abs=1e-15), pytest.approx(1 / 5, abs=1e-15)
+    assert mixing("ring", 0, 4) == {0: third, 1: third, 3: third}
+    assert mixing("torus", 6, 12) == {2: fifth, 5: fifth, 6: fifth, 7: fifth, 10: fifth}
+    assert mixing("complete", 2, 5) == dict.fromkeys(range(5), 1 / 5)
+    assert set(mixing("exponential", 0, 8).values()) == {1 / 6}
+    assert mixing("ring", 0, 1) == {0: 1.0} and mixing("ring", 1, 2) == {0: 0.5, 1: 0.5}
+
+
+def test_unequal_numbers_of_neighbours_weigh_as_metropolis_and_hastings_say():
+    """Rank 3 has two neighbours; the others have three, so a link between them weighs a quarter."""
+    assert [neighbours("random", rank, 5, 1) for rank in range(5)] == [
+        [1, 2, 4],
+        [0, 2, 4],
+        [0, 1, 3],
+        [2, 4],
+        [0, 1, 3],
+    ]
+    assert mixing("random", 3, 5, 1) == {2: 0.25, 3: 0.5, 4: 0.25}
+    assert mixing("random", 0, 5, 1) == {0: 0.25, 1: 0.25, 2: 0.25, 4: 0.25}
+
+
 def test_what_cannot_work_is_refused():
-    with pytest.raises(Refused, match="ring, complete, exponential, torus"):
+    with pytest.raises(Refused, match="ring, complete, exponential, torus, random"):
         neighbours("star", 0, 4)
     with pytest.raises(Refused, match="rank is 4, but must be 0 to 3"):
         neighbours("ring", 4, 4)

@@ -197,6 +197,8 @@ METHODS = {
     "ssp, compressed": lambda: mh.ssp(rule=Momentum(0.05), codec=Feedback(TopK(0.1))),
     "downpour": lambda: mh.downpour(rule=Adagrad(0.03)),
     "ad-psgd": lambda: mh.ad_psgd(rule=Momentum(0.05)),
+    "d-psgd": lambda: mh.d_psgd(rule=Momentum(0.05)),
+    "gossip": lambda: mh.gossip(rule=Momentum(0.05)),
 }
 
 

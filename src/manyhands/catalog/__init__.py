@@ -1,10 +1,18 @@
 """The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has."""
 
-from manyhands.catalog import asynchronous, local, pipelines, stale, synchronous
+from manyhands.catalog import asynchronous, local, peers, pipelines, stale, synchronous
 from manyhands.catalog.asynchronous import *  # noqa: F403
 from manyhands.catalog.local import *  # noqa: F403
+from manyhands.catalog.peers import *  # noqa: F403
 from manyhands.catalog.pipelines import *  # noqa: F403
 from manyhands.catalog.stale import *  # noqa: F403
 from manyhands.catalog.synchronous import *  # noqa: F403
 
-__all__ = [*asynchronous.__all__, *local.__all__, *pipelines.__all__, *stale.__all__, *synchronous.__all__]
+__all__ = [
+    *asynchronous.__all__,
+    *local.__all__,
+    *peers.__all__,
+    *pipelines.__all__,
+    *stale.__all__,
+    *synchronous.__all__,
+]

@@ -57,7 +57,7 @@ def downpour(
 
 def ad_psgd(
     lr: float = 0.1,
-    graph: Literal["ring", "complete", "exponential", "torus"] = "ring",
+    graph: Literal["ring", "complete", "exponential", "torus", "random"] = "ring",
     bipartite: bool = False,
     rule: Rule | None = None,
 ) -> Pairwise:
@@ -75,11 +75,11 @@ def ad_psgd(
 
     Reference: X. Lian et al., Asynchronous decentralized parallel SGD, 2018, arXiv:1710.06952
     Loops: strategies/pairwise.py Pairwise.step; strategies/pairwise.py Pairwise.communicate;
-        strategies/pairwise.py Pairwise.consider
+        topology/peers/exchanges.py Pairing
 
     Args:
         lr: eta, the learning rate.
-        graph: who is whose neighbour.
+        graph: who is whose neighbour; a random one, drawn from the seed, is two rings at once.
         bipartite: even ranks only initiate and odd ones only answer, as in the paper.
         rule: how a worker applies its gradient, instead of SGD with lr.
     """

@@ -1,5 +1,8 @@
-"""Who is whose neighbour, when there is no centre."""
+"""Who is whose neighbour when there is no centre, and how two of them meet."""
 
+from manyhands.topology.peers.exchanges import Exchange, Pairing, Pulling, Pushing
 from manyhands.topology.peers.graphs import neighbours, sides
+from manyhands.topology.peers.mixing import mixing
+from manyhands.topology.peers.own import GRADIENT, Own
 
-__all__ = ["neighbours", "sides"]
+__all__ = ["GRADIENT", "Exchange", "Own", "Pairing", "Pulling", "Pushing", "mixing", "neighbours", "sides"]

@@ -6,17 +6,19 @@
     |       |             |   |   |   |                   +1  +2      +4      -2  -1
     5 - 4 - 3             4 - 5 - 6 - 7 -
                           |   |   |   |               complete: everyone knows everyone
-                          8 - 9 -10 -11 -
-                          |   |   |   |
+                          8 - 9 -10 -11 -             random: two rings at once, each in an order that
+                          |   |   |   |               is drawn from the seed
 
                   neighbours    farthest        two sides
     ring          2             P / 2           if P is even
     torus         4             about √P        if rows and columns are even, or fewer than three
     exponential   about 2 lg P  about lg P / 2  only up to P = 2
     complete      P - 1         1               only up to P = 2
+    random        2 to 4        about lg P      as it happens
 
-A torus has as many rows as the largest divisor of P up to √P; for a prime that is one row, a ring. The fewer steps
-between the farthest, the faster opinions mix; the fewer neighbours, the cheaper a round.
+A torus has as many rows as the largest divisor of P up to √P; for a prime that is one row, a ring. A random graph is
+connected since one of its rings would do; where the two have a link in common a rank has fewer than four neighbours.
+The fewer steps between the farthest, the faster opinions mix; the fewer neighbours, the cheaper a round.
 
 References: B. Ying et al., "Exponential graph is provably efficient for decentralized deep learning", 2021,
 https://arxiv.org/abs/2110.13363; two sides, so that pairwise averaging cannot lock itself: X. Lian et al.,
@@ -27,27 +29,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
+from random import Random
 
 from manyhands.core.errors import Refused, refuse_unless
 
 
-def ring(rank: int, size: int) -> Iterable[int]:
+def ring(rank: int, size: int, seed: int) -> Iterable[int]:
     """One step to each side."""
     return rank - 1, rank + 1
 
 
-def complete(rank: int, size: int) -> Iterable[int]:
+def complete(rank: int, size: int, seed: int) -> Iterable[int]:
     """Everyone."""
     return range(size)
 
 
-def exponential(rank: int, size: int) -> Iterable[int]:
+def exponential(rank: int, size: int, seed: int) -> Iterable[int]:
     """1, 2, 4, ... steps to each side."""
     steps = [1 << j for j in range((size - 1).bit_length())]
     return [rank + sign * step for step in steps for sign in (-1, 1)]
 
 
-def torus(rank: int, size: int) -> Iterable[int]:
+def torus(rank: int, size: int, seed: int) -> Iterable[int]:
     """One step to each side in the row and in the column."""
     columns = size // rows(size)
     row, column = divmod(rank, columns)
@@ -60,26 +64,39 @@ def rows(size: int) -> int:
     return next(number for number in range(math.isqrt(size), 0, -1) if size % number == 0)
 
 
-GRAPHS: dict[str, Callable[[int, int], Iterable[int]]] = {
+def random(rank: int, size: int, seed: int) -> Iterable[int]:
+    """One step to each side in two rings that are drawn from the seed."""
+    return [ring[(ring.index(rank) + step) % size] for ring in _rings(size, seed) for step in (-1, 1)]
+
+
+@lru_cache(maxsize=8)
+def _rings(size: int, seed: int) -> list[list[int]]:
+    """The same on every rank: all ranks in order, twice shuffled."""
+    draw = Random(f"{seed}/rings/{size}")
+    return [draw.sample(range(size), size) for _ in range(2)]
+
+
+GRAPHS: dict[str, Callable[[int, int, int], Iterable[int]]] = {
     "ring": ring,
     "complete": complete,
     "exponential": exponential,
     "torus": torus,
+    "random": random,
 }
 
 
-def neighbours(graph: str, rank: int, size: int) -> list[int]:
-    """The ranks that `rank` talks to in a graph of `size` ranks, in order."""
+def neighbours(graph: str, rank: int, size: int, seed: int = 0) -> list[int]:
+    """The ranks that `rank` talks to in a graph of `size` ranks, in order; the seed is that of a random graph."""
     refuse_unless(graph in GRAPHS, "graph", graph, f"one of {', '.join(GRAPHS)}")
     refuse_unless(0 <= rank < size, "rank", rank, f"0 to {size - 1}")
-    return sorted({one % size for one in GRAPHS[graph](rank, size)} - {rank})
+    return sorted({one % size for one in GRAPHS[graph](rank, size, seed)} - {rank})
 
 
-def sides(graph: str, size: int) -> tuple[list[int], list[int]]:
+def sides(graph: str, size: int, seed: int = 0) -> tuple[list[int], list[int]]:
     """The ranks in two halves such that every neighbour is on the other one; rank 0 is in the first."""
     side, line = {0: 0}, [0]
     for rank in line:
-        for other in neighbours(graph, rank, size):
+        for other in neighbours(graph, rank, size, seed):
             if other not in side:
                 side[other] = 1 - side[rank]
                 line.append(other)
