@@ -209,9 +209,13 @@ class At:
     samples: int = 0
     """Samples the job has consumed so far: schedules are functions of this."""
     lag: int = 0
+    """Staleness: updates of these weights since its worker read them, not counting this one."""
     rank: int = 0
+    """Whose gradient it is, counted among the workers; of several merged ones the lowest."""
     count: int = 1
     """How many gradients were merged into this one."""
+    workers: int = 1
+    """How many workers bring gradients to these weights, each when it suits it."""
     seen: Tensor | None = None
     """The weights the gradient was computed at, if the rule needs them."""
 
