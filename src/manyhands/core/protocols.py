@@ -317,13 +317,13 @@ Saved = dict[str, Tensor]
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A rule that keeps its memory itself ("owner" in `needs`) and can hand it over."""
+    """A rule that keeps its memory itself ("owner" in `needs`), beside its state, and can hand it over."""
 
     def memory_of(self, weights: Tensor) -> State:
         """What it remembers of these weights; what is not shaped like them cannot be cut."""
 
     def remember(self, weights: Tensor, state: State) -> None:
-        """Remember this of these weights."""
+        """Remember this of these weights; refused if it never remembers such things."""
 
 
 @runtime_checkable
