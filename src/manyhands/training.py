@@ -24,6 +24,7 @@ from manyhands.core.loop import average_buffers
 from manyhands.core.meeting import meet
 from manyhands.core.protocols import Checks, Divides, Finishes, Rule, Serves, Strategy, Transport
 from manyhands.core.worker import Worker
+from manyhands.rules.chain import with_step
 from manyhands.rules.optimizer import recreate
 from manyhands.strategies.pipeline import Pipeline
 
@@ -144,8 +145,8 @@ class Training:
 
 
 def _with_rule(strategy: Strategy, rule: Rule) -> Strategy:
-    """The same method with another rule."""
+    """The same method with another way to make a step; what corrects a gradient before it is part of the method."""
     if not dataclasses.is_dataclass(strategy) or "rule" not in {one.name for one in dataclasses.fields(strategy)}:
         raise Refused(f"a {type(strategy).__name__} has no rule that an optimizer could replace")
-    changed: Strategy = dataclasses.replace(strategy, rule=rule)
+    changed: Strategy = dataclasses.replace(strategy, rule=with_step(strategy.rule, rule))
     return changed

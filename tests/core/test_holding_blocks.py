@@ -283,10 +283,11 @@ def test_weights_are_copied_on_the_way_to_the_last_bit(rule, numel):
     weights, g, into = (torch.randn(numel, generator=noise) for _ in range(3))
     place = Place("w", Span(0, 0, numel), torch.Size([numel]), 0)
     held = Holding(Span(0, 0, numel), weights, [place], rule)
-    held.merge([g], At(weights), into=into)
-    assert torch.equal(into, weights)
+    other = torch.empty_like(into)
+    held.merge([g], At(weights), into=[into, other])
+    assert torch.equal(into, weights) and torch.equal(other, weights)
     into.zero_()
-    held.merge([g], At(weights), untouched=[0], into=into)
+    held.merge([g], At(weights), untouched=[0], into=[into])
     assert torch.equal(into, weights), "what was not moved is copied too"
 
 

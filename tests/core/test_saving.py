@@ -11,20 +11,25 @@ from manyhands.core.flat import Flat, Span
 from manyhands.core.holding import Holding
 from manyhands.core.protocols import At, Remembers
 from manyhands.core.saving import add, join, named, pieces, place, restore, section, under
-from manyhands.rules import Adam, Momentum, Sgd, Torch, chain
+from manyhands.rules import Adam, ClipNorm, ClipValue, Momentum, Sgd, Torch, chain
 
 RULES = {
     "sgd": lambda: Sgd(0.1),
     "momentum": lambda: Momentum(0.1),
     "adam": lambda: Adam(0.01),
     "chain": lambda: chain(Momentum(0.1), Adam(0.01)),
+    "chain that ends in torch": lambda: chain(Momentum(0.1), Torch("AdamW", lr=0.01)),
+    "chain in a chain": lambda: chain(ClipValue(0.1), chain(Momentum(0.1), Torch("SGD", lr=0.01, momentum=0.9))),
     **{
         name: lambda name=name: Torch(name, lr=0.01)
         for name in ("Adam", "NAdam", "RAdam", "ASGD", "Rprop", "Adagrad", "Adadelta")
     },
     "SGD": lambda: Torch("SGD", lr=0.01, momentum=0.9),
 }
-WHOLE = {"Adafactor": lambda: Torch("Adafactor", lr=0.01)}
+WHOLE = {
+    "Adafactor": lambda: Torch("Adafactor", lr=0.01),
+    "chain that needs whole tensors": lambda: chain(ClipNorm(1.0), Adam(0.01)),
+}
 RULE = pytest.mark.parametrize("rule", {**RULES, **WHOLE})
 CUTS = {"uncut": [], "in two": [11], "anywhere": [1, 2, 17, 24], "at a parameter's end": [20]}
 
@@ -224,6 +229,29 @@ class Secretive:
 def test_a_rule_that_keeps_its_memory_to_itself_is_refused():
     with pytest.raises(Refused, match=r"Secretive\(\) keeps its memory to itself"):
         Model(Secretive(), []).state()
+
+
+def test_so_is_a_chain_with_such_a_rule():
+    with pytest.raises(Refused, match=r"Secretive\(\) keeps its memory to itself"):
+        Model(chain(Momentum(0.1), Secretive()), []).state()
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (lambda: chain(ClipValue(1.0), Adam(0.01)), r"0\.m was saved, but no rule of .* remembers such a thing"),
+        (lambda: chain(Momentum(0.1)), r"1\.m, 1\.v was saved, but no rule of .* remembers such a thing"),
+        (
+            lambda: chain(Momentum(0.1), Adam(0.01), Momentum(0.1)),
+            "remembers 0.m, 1.m, 1.v of .*, but must remember 0.m, 1",
+        ),
+    ],
+)
+def test_another_chain_is_refused(after, message):
+    one = Model(chain(Momentum(0.1), Adam(0.01)), [])
+    one.step(0)
+    with pytest.raises(Refused, match=message):
+        Model(after(), []).restore(one.state())
 
 
 def test_a_rule_of_torch_says_what_it_is():

@@ -10,6 +10,7 @@ from toys import number, probed, toy_t
 
 import manyhands as mh
 from manyhands.consistency import Rounds
+from manyhands.core.protocols import At
 from manyhands.rules import Adam, Block, Momentum, Sgd
 from manyhands.strategies.local_steps import LocalSteps
 from manyhands.topology.averages import ByFisher, ByLoss, BySamples, Fixed
@@ -254,14 +255,15 @@ def test_one_unit_moves_the_model_by_lr_over_one_minus_momentum(nesterov, base, 
     rule = Block(1.0, 0.5, nesterov, base == "lookahead")
     w, state = torch.zeros(1, dtype=torch.float64), rule.init(torch.zeros(1, dtype=torch.float64))
     for unit in [1.0, *[0.0] * 60]:
-        w += rule(torch.full((1,), -unit, dtype=torch.float64), mh.core.protocols.At(w, state))
+        w += rule(torch.full((1,), -unit, dtype=torch.float64), At(w, state))
     assert w.item() == pytest.approx(total, abs=1e-9)
 
 
 @pytest.mark.parametrize(("workers", "momentum"), [(1, 0.0), (2, 0.5), (8, 0.875)])
 def test_by_default_every_mini_batch_counts_as_on_one_machine(workers, momentum):
-    assert Block().among(workers).momentum == momentum
-    assert Block(momentum=0.3).among(workers).momentum == 0.3
+    at = At(torch.zeros(1), workers=workers)
+    assert Block().momentum_at(at) == momentum
+    assert Block(momentum=0.3).momentum_at(at) == 0.3
 
 
 # -- DiLoCo -------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import torch
 
 from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.core.protocols import At
-from manyhands.rules import Adagrad, Adam, Momentum, Nesterov, RmsProp, Sgd, Torch, chain
+from manyhands.rules import Adagrad, Adam, Momentum, Nesterov, RmsProp, Sgd, Torch, TotalMomentum, WeightDecay, chain
+from manyhands.rules.chain import with_step
 
 N = 1003
 CUTS = [(0, 7), (7, 420), (420, N)]
@@ -64,6 +65,13 @@ TWINS = {
         "AdamW",
         {"lr": fading, "weight_decay": 0.1},
     ),
+    "adamw as a chain": (chain(Adam(0.01), WeightDecay(0.1, 0.01)), "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    "decay as a schedule": (
+        chain(Adam(fading), WeightDecay(0.1, fading)),
+        "AdamW",
+        {"lr": fading, "weight_decay": 0.1},
+    ),
+    "total momentum of one worker": (TotalMomentum(0.1, 0.9), "SGD", {"lr": 0.1, "momentum": 0.9}),
     "torch": (Torch(torch.optim.NAdam, lr=0.01), "NAdam", {"lr": 0.01}),
     "torch by name": (Torch("AdamW", lr=0.01, weight_decay=0.1), "AdamW", {"lr": 0.01, "weight_decay": 0.1}),
     "torch schedule": (Torch("SGD", lr=fading, momentum=0.9), "SGD", {"lr": fading, "momentum": 0.9}),
@@ -252,6 +260,30 @@ def test_only_the_last_of_a_chain_may_move_the_weights():
         wrong(torch.ones(2), At(w, wrong.init(w)))
 
 
+def test_another_step_leaves_the_links_that_correct_a_gradient():
+    class Correct(Double):
+        uphill = True
+
+    sgd, adam, decay = Sgd(0.1), Adam(0.1), WeightDecay(0.1, 0.1)
+    first, second = Correct(), Correct()
+    assert with_step(chain(first, second, sgd, decay), adam).links == (first, second, adam)
+    assert with_step(chain(sgd, decay), adam) is adam
+    assert with_step(sgd, adam) is adam
+    assert with_step(chain(first, sgd), Torch("SGD", lr=0.1)).needs == {"seen", "owner"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "count", "added"), [(1, 1, 0.9), (2, 1, 0.4), (4, 1, 0.15), (10, 1, 0.0), (8, 8, 0.9), (8, 2, 0.15)]
+)
+def test_total_momentum_adds_what_asynchrony_does_not_bring(workers, count, added):
+    assert TotalMomentum(0.1, 0.9).added(At(torch.zeros(1), workers=workers, count=count)) == pytest.approx(added)
+
+
+def test_many_workers_bring_more_than_wanted():
+    assert TotalMomentum(0.1, 0.5).added(At(torch.zeros(1), workers=100)) == pytest.approx(-0.49)
+    assert TotalMomentum(0.1, 0.5, lowest=-0.2).added(At(torch.zeros(1), workers=100)) == -0.2
+
+
 def test_torch_rule_keeps_one_optimizer_per_weights():
     w = torch.zeros(4)
     rule = Torch("SGD", lr=1.0, momentum=0.5)
@@ -331,6 +363,11 @@ def test_which_torch_optimizers_may_be_cut():
         (lambda: Adam(0.1, beta2=-1), "beta2 is -1, but must be >= 0 and < 1"),
         (lambda: Adam(0.1, eps=0), "eps is 0, but must be > 0"),
         (lambda: Adam(0.1, weight_decay=-2), "weight_decay is -2, but must be >= 0"),
+        (lambda: TotalMomentum(0), "lr is 0, but must be > 0"),
+        (lambda: TotalMomentum(0.1, 1), "total is 1, but must be >= 0 and < 1"),
+        (lambda: TotalMomentum(0.1, lowest=-1), "lowest is -1, but must be > -1 and < 1"),
+        (lambda: WeightDecay(-1, 0.1), "decay is -1, but must be >= 0"),
+        (lambda: WeightDecay(0.1, 0), "lr is 0, but must be > 0"),
         (lambda: chain(), "the number of rules in a chain is 0, but must be >= 1"),
         (lambda: Torch("SGD", lr=-1), "lr is -1, but must be > 0"),
         (lambda: Torch("SGB", lr=0.1), "the optimizer is SGB, but must be a class of torch.optim"),

@@ -3,7 +3,8 @@
     part = name | name(value, ..., name=value, ...)        value = number | "text" | true | false | none | part
 
 The text is parsed, never evaluated; only the names that `manyhands.codecs` and `manyhands.rules` export exist, in
-upper or lower case. Reading a part needs no torch, building it does.
+upper or lower case. A schedule may stand for a number: `sgd(cosine(0.1, 60000))`. Reading a part needs no torch,
+building it does.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 from manyhands.cli.index import PACKAGE
 from manyhands.core.errors import Refused, unknown
 
-FOLDERS = {"Codec": "codecs", "Rule": "rules"}
+HOMES = {"Codec": "codecs", "Rule": "rules", "Rate": "rules.schedules"}
+"""The module that exports the parts of each kind; what two of them export is of the later kind."""
 WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -26,14 +28,14 @@ WORDS = {"true": True, "false": False, "none": None}
 class Part:
     """A part that was read and not yet built."""
 
-    folder: str
+    home: str
     name: str
     values: tuple[Any, ...] = ()
     knobs: tuple[tuple[str, Any], ...] = ()
 
     def build(self) -> Any:
         """The real thing, made by its own constructor."""
-        make = getattr(importlib.import_module(f"manyhands.{self.folder}"), self.name)
+        make = getattr(importlib.import_module(f"manyhands.{self.home}"), self.name)
         try:
             return make(*map(_built, self.values), **{name: _built(value) for name, value in self.knobs})
         except TypeError as error:
@@ -45,27 +47,28 @@ def _built(value: Any) -> Any:
 
 
 def exported(package: Path = PACKAGE) -> dict[str, tuple[str, str]]:
-    """The name of every part in lower case, with its folder and true name, as the source of the folders says."""
+    """The name of every part in lower case, with its home and true name, as the source says."""
     found: dict[str, tuple[str, str]] = {}
-    for folder in FOLDERS.values():
-        tree = ast.parse((package / folder / "__init__.py").read_text(encoding="utf-8"))
-        for node in tree.body:
+    for home in HOMES.values():
+        path = package.joinpath(*home.split("."))
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.parse(source.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                found |= {name.lower(): (folder, name) for name in ast.literal_eval(node.value)}
+                found |= {name.lower(): (home, name) for name in ast.literal_eval(node.value)}
     return found
 
 
 def read(text: str, kind: str, known: Mapping[str, tuple[str, str]] | None = None) -> Part:
     """Read the text of a part of this kind ("Codec" or "Rule")."""
     known = exported() if known is None else known
-    folder = FOLDERS.get(kind)
+    home = HOMES.get(kind)
     try:
         node = ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
         raise Refused(f"cannot read {text!r}: a part is written like feedback(topk(0.01))") from error
     value = _read(node, known)
-    if not isinstance(value, Part) or value.folder != (folder or value.folder):
-        names = [name for name, (where, _) in known.items() if where == (folder or where)]
+    if not isinstance(value, Part) or value.home != (home or value.home):
+        names = [name for name, (where, _) in known.items() if where == (home or where)]
         raise Refused(f"{text!r} is no {kind.lower()}: there are {', '.join(names)}")
     return value
 

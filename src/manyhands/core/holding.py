@@ -25,6 +25,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from manyhands.core.errors import Refused
 from manyhands.core.flat import Flat, Place, Span
 from manyhands.core.native import stream
 from manyhands.core.protocols import At, Rule, State
@@ -71,6 +72,7 @@ class Holding:
         places: the parameters of the model, to find those that reach into the span.
         allocate: memory for the state, if it is to be shared.
         counts: memory for the update counts, one per parameter in the span.
+        knows_seen: whether updates say at which weights their gradients were computed.
     """
 
     def __init__(
@@ -81,7 +83,13 @@ class Holding:
         rule: Rule,
         allocate: Allocate = _in_place,
         counts: MutableSequence[int] | None = None,
+        knows_seen: bool = False,
     ) -> None:
+        if "seen" in rule.needs and not knows_seen:
+            raise Refused(
+                f"{rule} needs the weights that each gradient was computed at, "
+                "but only parameter servers that apply gradients one by one keep them"
+            )
         self.span = span
         self.weights = weights
         self.rule = rule
@@ -96,7 +104,7 @@ class Holding:
         self.counts: MutableSequence[int] = [0] * len(inside) if counts is None else counts
         self._whole = rule.elementwise and "owner" not in rule.needs
         self._mover = rule if self._whole and isinstance(rule, Moves) and rule.can_move(weights) else None
-        self._into: Tensor | None = None
+        self._into: Sequence[Tensor] = ()
         self._block = BLOCK_BYTES // weights.element_size()
         if self._whole:
             self._states = [{} if weights.is_meta else self._fresh("", weights, allocate)]
@@ -141,16 +149,18 @@ class Holding:
         """Apply the rule to `g`, a gradient or the sum of `over` of them, which may be overwritten."""
         self._apply([g], at, untouched, copies=False, over=over)
 
-    def merge(self, gs: Sequence[Tensor], at: At, untouched: Collection[int] = (), into: Tensor | None = None) -> None:
+    def merge(self, gs: Sequence[Tensor], at: At, untouched: Collection[int] = (), into: Sequence[Tensor] = ()) -> None:
         """Apply the rule to the mean of the gradients `gs`, summed in this order; they are only read.
 
-        The weights are copied `into` other memory too, each block while it is still in the cache.
+        The weights are copied `into` other memories too, each block while it is still in the cache. One of them may
+        be `at.seen`: a block of it has been read by then.
         """
-        self._into = into if not untouched and self._whole else None
+        self._into = into if not untouched and self._whole else ()
         self._apply(gs, at, untouched, copies=len(gs) > 1 or self._mover is None)
-        if into is not None and self._into is None:
-            into.copy_(self.weights)
-        self._into = None
+        if not self._into:
+            for memory in into:
+                memory.copy_(self.weights)
+        self._into = ()
 
     def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool, over: int = 1) -> None:
         if self.weights.is_meta:
@@ -159,7 +169,7 @@ class Holding:
             with torch.no_grad():
                 return self._apply(gs, at, untouched, copies, over)
         seen = at.seen
-        walks = copies or over > 1 or self._mover is None or self._into is not None
+        walks = copies or over > 1 or self._mover is None or bool(self._into)
         size = self._block if walks else self.weights.numel()
         for cut, shape, state, updates in self._blocks(untouched, size):
             g = self._mean(gs, cut) if copies else _part(gs[0], cut)
@@ -169,9 +179,10 @@ class Holding:
             at.seen = None if seen is None else _part(seen, cut)
             if shape is not None:
                 g, at.weights = g.view(shape), at.weights.view(shape)
+                at.seen = None if at.seen is None else at.seen.view(shape)
             self._step(g, at)
-            if self._into is not None:
-                stream(_part(self.weights, cut), _part(self._into, cut))
+            for memory in self._into:
+                stream(_part(self.weights, cut), _part(memory, cut))
 
     def _step(self, g: Tensor, at: At) -> None:
         if self._mover is not None:

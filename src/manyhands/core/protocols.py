@@ -209,9 +209,13 @@ class At:
     samples: int = 0
     """Samples the job has consumed so far: schedules are functions of this."""
     lag: int = 0
+    """Staleness: updates of these weights since its worker read them, not counting this one."""
     rank: int = 0
+    """Whose gradient it is, counted among the workers; of several merged ones the lowest."""
     count: int = 1
     """How many gradients were merged into this one."""
+    workers: int = 1
+    """How many workers bring gradients to these weights, each when it suits it or all together."""
     seen: Tensor | None = None
     """The weights the gradient was computed at, if the rule needs them."""
     rate: float = 1.0
@@ -232,14 +236,6 @@ class Rule(Protocol):
 
     def __call__(self, g: Tensor, at: At) -> Tensor | None:
         """The step to add to `at.weights`; None if the rule has moved them itself. May overwrite `g`."""
-
-
-@runtime_checkable
-class Scales(Protocol):
-    """A rule with a knob that depends on how many workers there are."""
-
-    def among(self, workers: int) -> Rule:
-        """The rule for so many."""
 
 
 class Codec(Protocol):
@@ -331,13 +327,13 @@ Saved = dict[str, Tensor]
 
 @runtime_checkable
 class Remembers(Protocol):
-    """A rule that keeps its memory itself ("owner" in `needs`) and can hand it over."""
+    """A rule that keeps its memory itself ("owner" in `needs`), beside its state, and can hand it over."""
 
     def memory_of(self, weights: Tensor) -> State:
         """What it remembers of these weights; what is not shaped like them cannot be cut."""
 
     def remember(self, weights: Tensor, state: State) -> None:
-        """Remember this of these weights."""
+        """Remember this of these weights; refused if it never remembers such things."""
 
 
 @runtime_checkable

@@ -82,7 +82,7 @@ def pieces(holdings: Iterable[Holding], places: Iterable[Place]) -> Iterator[Pie
 
 def _remembered(rule: Rule, weights: Tensor, state: State) -> State:
     if isinstance(rule, Remembers):
-        return rule.memory_of(weights)
+        return {**state, **rule.memory_of(weights)}
     if "owner" in rule.needs:
         raise Refused(f"{rule} keeps its memory to itself, but must be able to hand it over to be saved")
     return state
@@ -125,8 +125,8 @@ def _cut(name: str, value: Tensor, one: _Stretch) -> Tensor:
 def _give_back(one: _Stretch, found: State) -> None:
     rule, state = one.held.rule, one.state
     if isinstance(rule, Remembers):
-        rule.remember(one.weights, found)
-        return
+        rule.remember(one.weights, {name: value for name, value in found.items() if name not in state})
+        found = {name: value for name, value in found.items() if name in state}
     if found.keys() != state.keys():
         had, needs = (", ".join(sorted(names)) or "nothing" for names in (found, state))
         raise Refused(f"the rule remembers {had} of {one.parameter} in what was saved, but must remember {needs}")

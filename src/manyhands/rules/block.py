@@ -20,7 +20,7 @@ Where we differ: some widely used code adds Δ to the point ahead instead of to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -58,13 +58,12 @@ class Block:
         """Δ, the last step."""
         return {"step": torch.zeros_like(weights)}
 
-    def among(self, workers: int) -> Block:
-        """The same with the momentum for so many workers."""
-        return self if self.momentum is not None else replace(self, momentum=1 - 1 / workers)
+    def momentum_at(self, at: At) -> float:
+        """η, for so many workers."""
+        return 1 - 1 / at.workers if self.momentum is None else self.momentum
 
     def __call__(self, g: Tensor, at: At) -> Tensor:
-        assert self.momentum is not None
-        Δ, η, ζ = at.state["step"], self.momentum, self.lr
+        Δ, η, ζ = at.state["step"], self.momentum_at(at), self.lr
         Δ.mul_(η).sub_(g, alpha=ζ)
         if not self.nesterov:
             return g.copy_(Δ)
@@ -72,7 +71,6 @@ class Block:
             return torch.mul(Δ, 1 + η, out=g)
         return g.mul_(-ζ).add_(Δ, alpha=η)
 
-    def outcome(self, weights: Tensor, state: State) -> Tensor:
+    def outcome(self, at: At) -> Tensor:
         """W: without the look ahead."""
-        assert self.momentum is not None
-        return weights - self.momentum * state["step"] if self.nesterov else weights
+        return at.weights - self.momentum_at(at) * at.state["step"] if self.nesterov else at.weights

@@ -2,8 +2,9 @@
 
     g -> first -> g' -> second -> g'' -> last -> step
 
-Every link but the last must therefore give a gradient (uphill), such as a delay compensation does. A link that gives
-a step (downhill, times η) is for the end of the row. The state of link i is kept under "i.", such as "0.m".
+A link that corrects a gradient gives a gradient again (it says `uphill`), such as a delay compensation does. What makes
+a step of it (downhill, times η) comes after all of these, and a link that corrects a step, such as a decay, after that.
+The state of link i is kept under "i.", such as "0.m".
 
 Reference: the idea of chained gradient transformations is that of optax, https://github.com/google-deepmind/optax.
 """
@@ -11,11 +12,12 @@ Reference: the idea of chained gradient transformations is that of optax, https:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from torch import Tensor
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.protocols import At, Rule, State
+from manyhands.core.protocols import At, Remembers, Rule, State
 
 
 @dataclass
@@ -49,12 +51,42 @@ class Chain:
         return self._apply(last, g, at)
 
     def _apply(self, i: int, g: Tensor, at: At) -> Tensor | None:
-        own = {name.removeprefix(f"{i}."): x for name, x in at.state.items() if name.startswith(f"{i}.")}
+        own = _own(i, at.state)
         step = self.links[i](g, replace(at, state=own))
         at.state.update({f"{i}.{name}": x for name, x in own.items()})
         return step
+
+    def memory_of(self, weights: Tensor) -> State:
+        """What those links remember that keep their memory themselves."""
+        found: State = {}
+        for i, rule in enumerate(self.links):
+            if isinstance(rule, Remembers):
+                found |= {f"{i}.{name}": x for name, x in rule.memory_of(weights).items()}
+            elif "owner" in rule.needs:
+                raise Refused(f"{rule} keeps its memory to itself, but must be able to hand it over to be saved")
+        return found
+
+    def remember(self, weights: Tensor, state: State) -> None:
+        """Give it back to them."""
+        known = {f"{i}": rule for i, rule in enumerate(self.links) if isinstance(rule, Remembers)}
+        if strange := sorted(name for name in state if name.partition(".")[0] not in known):
+            raise Refused(f"{', '.join(strange)} was saved, but no rule of {self} remembers such a thing")
+        for i, rule in known.items():
+            rule.remember(weights, _own(i, state))
+
+
+def _own(i: int | str, state: State) -> State:
+    """The state of link i, under its own names."""
+    return {name.removeprefix(f"{i}."): x for name, x in state.items() if name.startswith(f"{i}.")}
 
 
 def chain(*rules: Rule) -> Chain:
     """One rule out of several, applied in this order."""
     return Chain(rules)
+
+
+def with_step(rule: Rule, step: Rule) -> Rule:
+    """`rule` with another way to make a step: the links that correct the gradient before it stay."""
+    before = takewhile(lambda link: getattr(link, "uphill", False), rule.links if isinstance(rule, Chain) else ())
+    links = (*before, step)
+    return step if len(links) == 1 else Chain(links)

@@ -24,7 +24,7 @@ from manyhands.consistency import Rounds
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather, mean
 from manyhands.core.holding import Holding, replica
-from manyhands.core.protocols import At, Batch, Rule, Saved, Scales, State, Weights
+from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
 from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.averages import Fixed, Weight, average
@@ -35,7 +35,7 @@ from manyhands.topology.collectives import all_reducer
 class LooksAhead(Protocol):
     """An outer rule whose weights are not what is to be evaluated."""
 
-    def outcome(self, weights: Tensor, state: State) -> Tensor:
+    def outcome(self, at: At) -> Tensor:
         """What is."""
 
 
@@ -81,8 +81,6 @@ class LocalSteps:
         """x, the worker's own weights; W, where rounds start; seconds of computing in this round."""
         self.held = replica(w.flat, self.rule)
         self.starts: list[Holding] = []
-        if isinstance(self.outer, Scales):
-            self.outer = self.outer.among(len(w.workers))
         if self.outer is not None:
             self.starts = replica(w.flat, self.outer, [part.weights.clone() for part in w.flat.parts])
         self.everyone = all_reducer("auto", w.transport, w.workers)
@@ -138,7 +136,8 @@ class LocalSteps:
     def step_towards(self, w: Worker, x: Tensor, start: Holding, weight: Tensor | None) -> None:
         """W <- W + outer(W - x); differences of half-precision numbers are averaged as single ones."""
         away = average(self.everyone, len(w.workers), start.weights - x, weight)
-        start.update(away.to(x.dtype), At(start.weights, samples=w.samples, count=len(w.workers)))
+        workers = len(w.workers)
+        start.update(away.to(x.dtype), At(start.weights, samples=w.samples, count=workers, workers=workers))
         x.copy_(start.weights)
 
     def tend_memory(self, w: Worker) -> None:
@@ -168,7 +167,8 @@ class LocalSteps:
             return [part.weights for part in w.flat.parts]
         if not isinstance(self.outer, LooksAhead):
             return [start.weights for start in self.starts]
-        return [self.outer.outcome(start.weights, start.states[0]) for start in self.starts]
+        workers = len(w.workers)
+        return [self.outer.outcome(At(one.weights, one.states[0], workers=workers)) for one in self.starts]
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -69,6 +69,11 @@ class Server:
         refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")
         if self.phase not in ("start", "end"):
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
+        if self.when.merges and "seen" in self.rule.needs:
+            raise Refused(
+                f"{self.rule} needs the weights that each gradient was computed at, "
+                f"but {self.when} makes one gradient of several"
+            )
         self.lockstep = not self.when.tolerates_loss
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:

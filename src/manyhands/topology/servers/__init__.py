@@ -77,8 +77,9 @@ def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
 def _keeper(
     w: Worker, keepers: Sequence[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec
 ) -> Keeper:
-    own = partial(Holding, places=w.flat.places, rule=rule)
+    own = partial(Holding, places=w.flat.places, rule=rule, knows_seen=True)
     weights = [w.flat.weights(span) for span in spans]
     holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]
     ledger = Ledger(len(w.workers), 0)
-    return Keeper(w, Shard(holdings, when, ledger, LentInbox(codec), w.batch_size), keepers)
+    seen = [[x.clone() for x in weights] for _ in w.workers] if "seen" in rule.needs else ()
+    return Keeper(w, Shard(holdings, when, ledger, LentInbox(codec), w.batch_size, seen), keepers)

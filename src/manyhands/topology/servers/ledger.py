@@ -16,7 +16,7 @@ NEVER = 2**62
 
 _VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _PUSHES = range(8)
 _HEAD = 8
-_ROWS = 5
+_ROWS = 6
 
 
 class Ledger:
@@ -33,7 +33,7 @@ class Ledger:
         cells = [0] * self.size(workers, counts) if cells is None else cells
         rows = [cells[_HEAD + row * workers : _HEAD + (row + 1) * workers] for row in range(_ROWS)]
         self._head = cells[:_HEAD]
-        self.clock, self.waiting, self.parked, self.lag, self._pending = rows
+        self.clock, self.waiting, self.parked, self.lag, self.seen, self._pending = rows
         self.counts = cells[_HEAD + _ROWS * workers :]
         self.workers = workers
         if fresh:
@@ -92,8 +92,9 @@ class Ledger:
         """How many of them have not been applied."""
         return self._head[_PENDING]
 
-    def add_pending(self, i: int) -> None:
-        """A gradient of worker `i` has come in."""
+    def add_pending(self, i: int, seen: int = 0) -> None:
+        """A gradient of worker `i` has come in, computed at version `seen`."""
+        self.seen[i] = seen
         self._pending[self.pending] = i
         self._head[_PENDING] += 1
         self._head[_PUSHES] += 1

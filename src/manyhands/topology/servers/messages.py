@@ -24,7 +24,7 @@ from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
-from manyhands.core.protocols import Codec, Message, Saved, Tag, recv
+from manyhands.core.protocols import Codec, Message, Meta, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.shard import Payload, Shard
@@ -147,13 +147,16 @@ class Keeper:
     def _answer(self, admitted: list[int]) -> None:
         for i in admitted:
             self._w.move(self._shard.nbytes)
-            self._send_weights(self._w.workers[i])
+            copies = self._send_weights(self._w.workers[i])
+            if self._shard.seen:
+                self._shard.seen[i] = copies  # nobody changes them, so what was sent need not be copied again
 
-    def _send_weights(self, rank: int) -> None:
+    def _send_weights(self, rank: int) -> list[Tensor]:
         """Send a copy: the shard goes on changing its own weights."""
         ledger, i = self._shard.ledger, self._number[rank]
         copies = [h.weights if h.weights.is_meta else h.weights.clone() for h in self._shard.holdings]
         self._t.send(rank, WEIGHTS, (ledger.version, ledger.lag[i]), copies)
+        return copies
 
 
 class MessageLane:
@@ -171,10 +174,13 @@ class MessageLane:
         self._t.send(self._keeper, ASK)
 
     def pull(self, into: Sequence[Tensor]) -> None:
+        self._version, self.lag = self._take(into)
+
+    def _take(self, into: Sequence[Tensor]) -> Meta:
         message = recv(self._t, WEIGHTS, frm=self._keeper)
-        self._version, self.lag = message.meta
         _copy(message.tensors, into)
         message.release()
+        return message.meta
 
     def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
         lengths = tuple(len(tensors) for tensors in payload)
@@ -208,7 +214,7 @@ class MessageLane:
 
     def final(self, into: Sequence[Tensor]) -> None:
         self._t.send(self._keeper, FINAL)
-        self.pull(into)
+        self._take(into)
 
 
 @torch.no_grad()

@@ -4,6 +4,10 @@
     pull(i)      if admitted: read, else park until a push or a departure frees i
     exchange(x)  e = alpha (x - w);  w <- w + e;  e goes back        (the elastic move)
 
+A gradient's staleness is the version it is applied to minus the version its worker had read, which comes with the
+push. For a rule that needs to know what a gradient was computed at, the weights each worker read last are kept: a
+copy, replaced whenever that worker reads. They are not saved: whoever is resumed reads before it pushes.
+
 Nothing here sends or waits. Two ways lead to a shard: messages (a loop on the rank that keeps it) and
 shared memory (whoever pushes runs these same methods under the host's lock). Gradients are summed in
 the order of ranks, so a bulk result does not depend on who came first.
@@ -12,7 +16,6 @@ the order of ranks, so a bulk result does not depend on who came first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -28,6 +31,9 @@ from manyhands.topology.servers.ledger import Ledger
 Payload = Sequence[Sequence[Tensor]]
 """An encoded gradient: for every span of a shard what its codec made of it."""
 
+
+NOBODY: tuple[int, Sequence[Tensor]] = 0, ()
+"""Who has just pushed, and the memory it wants the weights in: nobody, none."""
 
 SAMPLES = ":samples"
 """How many samples have come in, among what a shard saves."""
@@ -84,7 +90,13 @@ class Shard:
     """State and decisions of one server shard; workers are numbered from 0."""
 
     def __init__(
-        self, holdings: list[Holding], when: Consistency, ledger: Ledger, inbox: Lent | Lying, batch_size: int
+        self,
+        holdings: list[Holding],
+        when: Consistency,
+        ledger: Ledger,
+        inbox: Lent | Lying,
+        batch_size: int,
+        seen: Sequence[Sequence[Tensor]] = (),
     ) -> None:
         self.holdings = holdings
         self.when = when
@@ -94,10 +106,13 @@ class Shard:
         lying = inbox if isinstance(inbox, Lying) else Means(inbox, holdings, when.merges)
         self._gradients = lying.gradients
         self.nbytes = sum(h.weights.nbytes for h in holdings)
-        self._asks: tuple[int, Sequence[Tensor]] = 0, ()
-        """Who has just pushed, and the memory it wants the weights in."""
+        self.seen = list(seen)
+        """For every worker the weights it read last, a tensor per holding; nothing if the rule does not need them."""
+        self._asks = NOBODY
+        self._hands_on = False
+        """Whether this update hands the weights on to whoever asks for them."""
         self.copied = -1
-        """The version that was last copied into the memory of whoever pushed; -1 if that push copied nothing."""
+        """The version that the last push copied into the memory of its worker; -1 if it copied nothing."""
 
     def pull(self, i: int) -> bool:
         """May worker `i` read now? If not, it is parked."""
@@ -127,9 +142,11 @@ class Shard:
         if not self.when.bounds_clocks:
             ledger.lag[i] = ledger.version - seen
         self._inbox.put(i, payload, untouched, release)
-        ledger.add_pending(i)
-        self._asks = i, into
-        return self._settle(ledger.tick(i))
+        ledger.add_pending(i, seen)
+        self.copied, self._asks = -1, (i, into)
+        freed = self._settle(ledger.tick(i))
+        self._asks = NOBODY
+        return freed
 
     def leave(self, i: int) -> list[int]:
         """Worker `i` has finished; returns who may read now."""
@@ -155,7 +172,9 @@ class Shard:
         ledger, applied = self.ledger, []
         if ledger.pending and self.when.ready(ledger.pending, ledger.expected):
             applied = ledger.take_pending()
-            for group in [applied] if self.when.merges else [[i] for i in applied]:
+            groups = [applied] if self.when.merges else [[i] for i in applied]
+            for group in groups:
+                self._hands_on = group is groups[-1] and self._may_read_on()
                 self._update(group)
                 ledger.version += 1
         candidates = range(ledger.workers) if slowest_moved else applied
@@ -168,15 +187,33 @@ class Shard:
         """One update with the mean of the gradients of `group`, summed in rank order."""
         gradients = [self._gradients(group, place) for place in range(len(self.holdings))]
         untouched = frozenset.intersection(*[self._inbox.take(i) for i in group])
-        lag = max([self.ledger.lag[i] for i in group])
-        samples = self.ledger.pushes * self._batch_size
-        pusher, memory = self._asks
-        copies = memory and self.when.admit(self.ledger.standing(pusher))
-        for holding, gs, into in zip_longest(self.holdings, gradients, memory if copies else ()):
-            at = At(holding.weights, lag=lag, rank=group[0], count=len(group), samples=samples)
-            holding.merge(gs, at, untouched, into)
-        self.copied = self.ledger.version + 1 if copies else -1
-        self._asks = 0, ()
+        into = self.memories(*self._asks) if self._hands_on else [()] * len(self.holdings)
+        for place, holding in enumerate(self.holdings):
+            holding.merge(gradients[place], self._at(group, place), untouched, into[place])
+        if self._hands_on:
+            self.copied = self.ledger.version + 1
+
+    def _may_read_on(self) -> bool:
+        """Whether whoever has just pushed wants the weights, and may have them."""
+        i, into = self._asks
+        return bool(into) and self.when.admit(self.ledger.standing(i))
+
+    def _at(self, group: list[int], place: int) -> At:
+        """Where and when the gradients of `group` are applied; of several the oldest says how stale they are."""
+        ledger = self.ledger
+        return At(
+            self.holdings[place].weights,
+            lag=ledger.version - min([ledger.seen[i] for i in group]),
+            rank=group[0],
+            count=len(group),
+            workers=ledger.workers,
+            samples=ledger.pushes * self._batch_size,
+            seen=self.seen[group[0]][place] if self.seen else None,
+        )
+
+    def memories(self, i: int, into: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Where the weights go when worker `i` reads them, per holding: `into` its own memory, and into what it saw."""
+        return list(zip(into, *self.seen[i : i + 1], strict=True))
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ read yet is parked; whoever frees it sends a small message.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
-from functools import partial
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
-from manyhands.core.holding import Holding
+from manyhands.core.holding import Allocate, Holding
 from manyhands.core.protocols import Codec, Consistency, Rule, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
@@ -100,30 +99,39 @@ class SharedLane:
     def _find(self, when: Consistency, rule: Rule, codec: Codec) -> Shard:
         """Map the shard's memory; the first to come fills it."""
         w, name = self._w, self._name
-        counts = len(w.flat.places) * len(self.spans)
-        size = Ledger.size(len(w.workers), counts)
-        memory = self._t.shared(f"{name}.ledger", size, torch.int64).numpy()
-        cells = cast(MutableSequence[int], memoryview(memory))  # type: ignore[arg-type]
-        ledger = Ledger(len(w.workers), counts, cells)
+        ledger = self._ledger()
         first = not ledger.begun
 
         def allocate(key: str, fresh: Tensor) -> Tensor:
             memory = self._t.shared(f"{name}.{key}", fresh.numel(), fresh.dtype).view(fresh.shape)
             return memory.copy_(fresh) if first else memory
 
-        def numbered(n: int, key: str, fresh: Tensor) -> Tensor:
-            return allocate(f"{n}.{key}", fresh)
-
-        holdings = []
-        for n, span in enumerate(self.spans):
-            weights = allocate(f"weights{n}", w.flat.weights(span))
-            holding = Holding(span, weights, w.flat.places, rule, partial(numbered, n))
-            holding.counts = ledger.counts[n * len(w.flat.places) :][: len(holding.marks)]
-            holdings.append(holding)
+        holdings = [self._hold(n, rule, ledger, allocate) for n in range(len(self.spans))]
+        seen: list[Tensor] = []
+        if "seen" in rule.needs:  # a row per worker, where whoever applies its gradient can read it
+            seen = [allocate(f"seen{n}", h.weights.expand(len(w.workers), -1)) for n, h in enumerate(holdings)]
         if first:
             ledger.begin()
         inbox = SharedInbox(w, name, [h.weights for h in holdings], codec, keeps=when.merges or not when.ready(1, 2))
-        return Shard(holdings, when, ledger, inbox, w.batch_size)
+        return Shard(holdings, when, ledger, inbox, w.batch_size, list(zip(*seen, strict=True)))
+
+    def _ledger(self) -> Ledger:
+        workers, counts = len(self._w.workers), len(self._w.flat.places) * len(self.spans)
+        memory = self._t.shared(f"{self._name}.ledger", Ledger.size(workers, counts), torch.int64).numpy()
+        cells = cast(MutableSequence[int], memoryview(memory))  # type: ignore[arg-type]
+        return Ledger(workers, counts, cells)
+
+    def _hold(self, n: int, rule: Rule, ledger: Ledger, allocate: Allocate) -> Holding:
+        """The holding of the shard's n-th span; its counts are in the ledger."""
+        flat, span = self._w.flat, self.spans[n]
+        weights = allocate(f"weights{n}", flat.weights(span))
+
+        def state(key: str, fresh: Tensor) -> Tensor:
+            return allocate(f"{n}.{key}", fresh)
+
+        holding = Holding(span, weights, flat.places, rule, state, knows_seen=True)
+        holding.counts = ledger.counts[n * len(flat.places) :][: len(holding.marks)]
+        return holding
 
     def ask(self) -> None:
         """Nobody has to be asked."""
@@ -157,18 +165,18 @@ class SharedLane:
         self._version, self.lag = ledger.version, ledger.lag[self._me]
         if self._version == self._has:
             return
-        for x, h in zip(into, self._shard.holdings, strict=True):
-            x.copy_(h.weights)
-        self._w.move(self._shard.nbytes)
+        for memories, h in zip(self._shard.memories(self._me, into), self._shard.holdings, strict=True):
+            for x in memories:
+                x.copy_(h.weights)
+            self._w.move(len(memories) * h.weights.nbytes)
 
     def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
         with self._t.lock(self._name):
-            self._shard.copied = -1
             self._w.move(self._shard.nbytes)
             freed = self._shard.push(self._me, payload, self._version, untouched, into=into)
             self._has = self._shard.copied
             if self._has >= 0:
-                self._w.move(self._shard.nbytes)
+                self._w.move((2 if self._shard.seen else 1) * self._shard.nbytes)
             self.lag = max(self.lag, self._shard.ledger.lag[self._me])
         self._wake_up(freed)
 
@@ -185,7 +193,9 @@ class SharedLane:
     def final(self, into: Sequence[Tensor]) -> None:
         with self._t.lock(self._name):
             self._has = -1
-            self._read(into)
+            for x, h in zip(into, self._shard.holdings, strict=True):
+                x.copy_(h.weights)
+            self._w.move(self._shard.nbytes)
 
     def rest(self) -> None:
         self.done()
