@@ -50,8 +50,8 @@ class Moves(Protocol):
     def can_move(self, weights: Tensor) -> bool:
         """Whether it can with its knobs and these weights."""
 
-    def move(self, g: Tensor, at: At) -> None:
-        """w <- w + rule(g); `g` is only read."""
+    def move(self, g: Tensor, at: At, into: Tensor | None) -> None:
+        """w <- w + rule(g), and a copy of it `into` other memory; `g` is only read."""
 
 
 def _part(x: Tensor, cut: slice) -> Tensor:
@@ -154,17 +154,17 @@ class Holding:
             at.seen = None if seen is None else _part(seen, cut)
             if shape is not None:
                 g, at.weights = g.view(shape), at.weights.view(shape)
-            self._step(g, at)
-            if self._into is not None:
-                stream(_part(self.weights, cut), _part(self._into, cut))
+            self._step(g, at, None if self._into is None else _part(self._into, cut))
 
-    def _step(self, g: Tensor, at: At) -> None:
+    def _step(self, g: Tensor, at: At, into: Tensor | None) -> None:
         if self._mover is not None:
-            self._mover.move(g, at)
+            self._mover.move(g, at, into)
             return
         step = self.rule(g, at)
         if step is not None:
             at.weights.add_(step)
+        if into is not None:
+            stream(at.weights, into)
 
     def _blocks(self, untouched: Collection[int], size: int) -> Iterator[Block]:
         """What is to be updated: blocks of at most `size` numbers, or whole tensors if the rule needs them."""
