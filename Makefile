@@ -12,7 +12,7 @@ demo: $(READY)
 test: lint types
 	$(BIN)/pytest -n 2
 
-# The fault tests, 20 times in a row: about an hour.
+# The fault tests, 20 times in a row: about half an hour.
 soak: $(READY)
 	$(BIN)/python tests/soak.py 20
 

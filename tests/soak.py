@@ -1,4 +1,4 @@
-"""Runs the fault tests again and again, to find what happens only sometimes: `make soak`.
+"""Runs the fault tests again and again, two at a time, to find what happens only sometimes: `make soak`.
 
 One line at the end says how it went; the first round that fails ends it and shows what pytest said.
 """
@@ -17,7 +17,7 @@ def main(rounds):
     """The exit code: that of pytest in the first round that failed, else 0."""
     began, tests = time.monotonic(), "0"
     for number in range(1, rounds + 1):
-        done = subprocess.run([sys.executable, "-m", "pytest", "-x", *FILES], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "pytest", "-x", "-n", "2", *FILES], capture_output=True, text=True)
         minutes = (time.monotonic() - began) / 60
         if done.returncode:
             print(done.stdout + done.stderr)

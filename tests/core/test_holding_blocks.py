@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from manyhands.core import holding as module
+from manyhands.core import native
 from manyhands.core.flat import Flat, Place, Span
 from manyhands.core.holding import Holding, replica
-from manyhands.core.native import stream
 from manyhands.core.protocols import At
 from manyhands.rules import Adagrad, Adam, Momentum, Nesterov, RmsProp, Sgd, Torch, chain
 
@@ -248,7 +248,7 @@ def test_a_rule_that_needs_whole_tensors_gets_the_mean_in_whole_tensors(small_bl
 
 def test_sgd_passes_once_over_one_gradient_and_in_blocks_over_a_mean(small_blocks, monkeypatch):
     passes = []
-    monkeypatch.setattr(Sgd, "move", lambda rule, g, at: passes.append(len(g)))
+    monkeypatch.setattr(Sgd, "move", lambda rule, g, at, into: passes.append(len(g)))
     holding = held(Sgd(0.1), [300, 100], Span(0, 0, 400), torch.float32)
     g = torch.ones(400)
     holding.merge([g], At(holding.weights))
@@ -291,10 +291,34 @@ def test_weights_are_copied_on_the_way_to_the_last_bit(rule, numel):
     assert torch.equal(into, weights), "what was not moved is copied too"
 
 
+@pytest.fixture(params=["the kernels", "torch"])
+def with_or_without_kernels(request, monkeypatch):
+    """However little it is; and what there is without a compiler."""
+    monkeypatch.setattr(native, "LITTLE", 0)
+    if request.param == "torch":
+        monkeypatch.setattr(native, "compiled", lambda *_: None)
+
+
+@pytest.mark.usefixtures("with_or_without_kernels")
 @pytest.mark.parametrize("start", range(0, 20, 3))
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000])
 def test_streaming_copies_every_byte_and_no_other(start, numel):
     x, memory = torch.arange(numel, dtype=torch.uint8) + 1, torch.zeros(numel + 64, dtype=torch.uint8)
-    stream(x, memory[start : start + numel])
+    native.stream(x, memory[start : start + numel])
     assert torch.equal(memory[start : start + numel], x)
     assert int(memory.sum()) == int(x.sum(dtype=torch.int64))
+
+
+@pytest.mark.usefixtures("with_or_without_kernels")
+@pytest.mark.parametrize("start", range(5))
+@pytest.mark.parametrize("numel", [0, 1, 3, 16, 17, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_that_copies_on_the_way_has_the_bits_of_a_step_and_a_copy(start, numel, dtype):
+    torch.manual_seed(numel)
+    w, g = torch.randn(numel + 4, dtype=dtype)[start % 3 :][:numel], torch.randn(numel, dtype=dtype)
+    memory = torch.zeros(numel + 16, dtype=dtype)
+    expected = w + g * -0.1
+    native.step(w, g, -0.1, memory[start : start + numel])
+    assert torch.equal(w, expected)
+    assert torch.equal(memory[start : start + numel], expected)
+    assert not memory[:start].any() and not memory[start + numel :].any()

@@ -51,8 +51,8 @@ class Moves(Protocol):
     def can_move(self, weights: Tensor) -> bool:
         """Whether it can with its knobs and these weights."""
 
-    def move(self, g: Tensor, at: At) -> None:
-        """w <- w + rule(g); `g` is only read."""
+    def move(self, g: Tensor, at: At, into: Tensor | None) -> None:
+        """w <- w + rule(g), and a copy of it `into` other memory; `g` is only read."""
 
 
 def _part(x: Tensor, cut: slice) -> Tensor:
@@ -180,17 +180,18 @@ class Holding:
             if shape is not None:
                 g, at.weights = g.view(shape), at.weights.view(shape)
                 at.seen = None if at.seen is None else at.seen.view(shape)
-            self._step(g, at)
-            for memory in self._into:
-                stream(_part(self.weights, cut), _part(memory, cut))
+            self._step(g, at, [_part(memory, cut) for memory in self._into])
 
-    def _step(self, g: Tensor, at: At) -> None:
+    def _step(self, g: Tensor, at: At, into: list[Tensor]) -> None:
         if self._mover is not None:
-            self._mover.move(g, at)
-            return
-        step = self.rule(g, at)
-        if step is not None:
-            at.weights.add_(step)
+            self._mover.move(g, at, into[0] if into else None)
+            into = into[1:]
+        else:
+            step = self.rule(g, at)
+            if step is not None:
+                at.weights.add_(step)
+        for memory in into:
+            stream(at.weights, memory)
 
     def _blocks(self, untouched: Collection[int], size: int) -> Iterator[Block]:
         """What is to be updated: blocks of at most `size` numbers, or whole tensors if the rule needs them."""

@@ -30,3 +30,23 @@ void manyhands_stream(char *to, const char *from, int64_t nbytes) {
 #endif
     memcpy(to, from, (size_t)nbytes);
 }
+
+/* w <- w + scale g, and the same to `out`, past the caches: memory is touched four times instead of six.
+   The product is rounded before it is added, as torch does it in two steps. */
+void manyhands_step_into(float *w, const float *g, float *out, float scale, int64_t n) {
+    int64_t i = 0;
+#if defined(__SSE2__)
+    const __m128 scales = _mm_set1_ps(scale);
+    for (; i < n && ((uintptr_t)(out + i) & 15); i++) out[i] = w[i] += scale * g[i];
+    for (; i + 16 <= n; i += 16) {
+        for (int j = 0; j < 16; j += 4) {
+            const __m128 step = _mm_mul_ps(_mm_loadu_ps(g + i + j), scales);
+            const __m128 sum = _mm_add_ps(_mm_loadu_ps(w + i + j), step);
+            _mm_storeu_ps(w + i + j, sum);
+            _mm_stream_ps(out + i + j, sum);
+        }
+    }
+    _mm_sfence();
+#endif
+    for (; i < n; i++) out[i] = w[i] += scale * g[i];
+}

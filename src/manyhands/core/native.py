@@ -6,11 +6,12 @@ Every `kernels.c` of the package is compiled into one library when it is install
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import CDLL, c_int64, c_void_p
+from ctypes import CDLL, c_float, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -31,15 +32,36 @@ def compiled(name: str, result: Any, *arguments: Any) -> Callable[..., Any] | No
 LITTLE = 256 * 1024
 """Bytes that may well be in the cache still when they are read again."""
 
+ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
+"""To multiply with where torch insists on a second factor."""
+
 
 def stream(x: Tensor, into: Tensor) -> None:
     """Copy what nobody will read for a while; plainly if it is little, or cannot be done past the caches."""
-    if x.nbytes < LITTLE:
-        into.copy_(x)
-        return
     copy = compiled("manyhands_stream", None, c_void_p, c_void_p, c_int64)
-    fits = x.dtype == into.dtype and x.is_cpu and into.is_cpu and x.is_contiguous() and into.is_contiguous()
-    if copy is None or not fits or x.numel() != into.numel():
+    if copy is None or not _streams(x, into):
         into.copy_(x)
     else:
         copy(into.data_ptr(), x.data_ptr(), x.nbytes)
+
+
+def step(w: Tensor, g: Tensor, scale: float, into: Tensor | None = None) -> None:
+    """w <- w + scale g, in one pass over memory, and the same `into` other memory, to the same last bit everywhere.
+
+    The product is rounded before it is added, unlike in `add_` with alpha, which fuses the two.
+    """
+    kernel = None
+    if into is not None and w.dtype == torch.float32 and _streams(w, into) and _streams(w, g):
+        kernel = compiled("manyhands_step_into", None, c_void_p, c_void_p, c_void_p, c_float, c_int64)
+    if kernel is not None and into is not None:
+        kernel(w.data_ptr(), g.data_ptr(), into.data_ptr(), scale, w.numel())
+        return
+    w.addcmul_(g, ONE[w.dtype], value=scale)
+    if into is not None:
+        stream(w, into)
+
+
+def _streams(x: Tensor, into: Tensor) -> bool:
+    """Whether x is worth it, and the two are alike and in one piece in a processor's memory."""
+    alike = x.dtype == into.dtype and x.numel() == into.numel()
+    return x.nbytes >= LITTLE and alike and x.is_cpu and into.is_cpu and x.is_contiguous() and into.is_contiguous()

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
+from manyhands.core.native import step
 from manyhands.core.protocols import At, State
 from manyhands.rules.rate import Rate, check_rate, rate_at
-
-ONE = {dtype: torch.ones((), dtype=dtype, device="cpu") for dtype in (torch.float32, torch.float64)}
-"""To multiply with where torch insists on a second factor."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class Sgd:
 
     def can_move(self, weights: Tensor) -> bool:
         """Decay needs a pass of its own; in half precision torch would not round η g before it adds."""
-        return not self.weight_decay and weights.is_cpu and weights.dtype in ONE
+        return not self.weight_decay and weights.is_cpu and weights.dtype in (torch.float32, torch.float64)
 
-    def move(self, g: Tensor, at: At) -> None:
-        """w <- w + (-η g) · 1, which rounds the product before adding, unlike `add_` with alpha, which fuses."""
-        at.weights.addcmul_(g, ONE[g.dtype], value=-rate_at(self.lr, at))
+    def move(self, g: Tensor, at: At, into: Tensor | None) -> None:
+        """w <- w + (-η g), the product rounded before it is added."""
+        step(at.weights, g, -rate_at(self.lr, at), into)
