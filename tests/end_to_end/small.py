@@ -1,4 +1,4 @@
-"""The ten ways to train, and a task so small that a run takes milliseconds."""
+"""Eleven ways to train, and a task so small that a run takes milliseconds."""
 
 from itertools import pairwise
 
@@ -14,6 +14,7 @@ METHODS = {
     "bsp_server": mh.bsp_server,
     "ssp": mh.ssp,
     "downpour": mh.downpour,
+    "dc_asgd": mh.dc_asgd,
     "easgd": mh.easgd,
     "easgd asynchronous": lambda **knobs: mh.easgd(asynchronous=True, **knobs),
     "ad_psgd": mh.ad_psgd,
@@ -21,7 +22,7 @@ METHODS = {
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
-SERVED = ["bsp_server", "ssp", "downpour", "easgd asynchronous"]
+SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "easgd asynchronous"]
 """Those that may have server ranks."""
 
 
