@@ -138,8 +138,9 @@ def test_every_knob_can_be_given_on_the_command_line(method):
         assert knob.default is None or isinstance(knob.default, str) or type(knob.default) in kinds or float in kinds
 
 
-def test_the_nine_methods():
+def test_the_methods():
     names = {"bsp", "bsp-server", "ssp", "downpour", "easgd", "ad-psgd", "hogwild", "gpipe", "pipedream"}
+    names |= {"dc-asgd", "staleness-aware", "dyn-sgd", "agn", "adag", "asgd-momentum"}
     assert set(methods()) >= names
 
 

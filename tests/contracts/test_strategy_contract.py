@@ -15,6 +15,13 @@ METHODS = {
     "bsp-server": mh.bsp_server,
     "ssp": mh.ssp,
     "downpour": mh.downpour,
+    "dc-asgd": mh.dc_asgd,
+    "dc-asgd adaptive": lambda: mh.dc_asgd(adaptive=True, mean_squares=4),
+    "staleness-aware": mh.staleness_aware,
+    "dyn-sgd": mh.dyn_sgd,
+    "agn": mh.agn,
+    "adag": mh.adag,
+    "asgd-momentum": mh.asgd_momentum,
     "easgd": mh.easgd,
     "easgd asynchronous": lambda: mh.easgd(asynchronous=True),
     "ad-psgd": mh.ad_psgd,
@@ -27,7 +34,8 @@ METHODS = {
     "pipedream": mh.pipedream,
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
-SERVED = {"bsp-server", "ssp", "downpour", "easgd asynchronous"}
+ALONE = {"bsp", "easgd", "ad-psgd", "hogwild", "gpipe", "pipedream"}
+"""Those that have no server ranks."""
 
 
 def blobs(samples=96):
@@ -48,7 +56,7 @@ def blobs(samples=96):
 def places(method):
     yield mh.Cluster(workers=4, speeds=[1, 0.5, 2, 1], jitter=0.3)
     yield mh.Cluster(workers=4, hosts=1, cores=2)
-    if method in SERVED:
+    if method not in ALONE:
         yield mh.Cluster(workers=3, servers=2, latency="1ms", bandwidth="100Mbit")
 
 

@@ -18,6 +18,7 @@ METHODS = {
     "adaptive_batch": lambda lr=0.3, rule=None: GrowingBatch(rule or Sgd(lr), 2, (24,), most=2),
     "ssp": mh.ssp,
     "downpour": mh.downpour,
+    "dc_asgd": mh.dc_asgd,
     "easgd": mh.easgd,
     "easgd asynchronous": lambda **knobs: mh.easgd(asynchronous=True, **knobs),
     "ad_psgd": mh.ad_psgd,
@@ -27,7 +28,7 @@ METHODS = {
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
-SERVED = ["bsp_server", "ssp", "downpour", "easgd asynchronous"]
+SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "easgd asynchronous"]
 """Those that may have server ranks."""
 
 

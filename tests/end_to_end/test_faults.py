@@ -14,7 +14,7 @@ from .small import METHODS, SERVED, model, steps_of, task
 STOPPING = ["bsp", "bsp_server", "easgd", "gpipe", "pipedream"]
 """Everyone is needed: a lost worker ends the run."""
 GOING_ON = [
-    *((method, place) for method in ("ssp", "downpour", "easgd asynchronous") for place in ("servers", "one host")),
+    *((method, place) for method in SERVED if method not in STOPPING for place in ("servers", "one host")),
     ("ad_psgd", "apart"),
     ("gossip", "apart"),
     ("hogwild", "one host"),
@@ -29,7 +29,7 @@ STEPS = 12
 
 
 def run(method, place="apart", faults=(), data=None, steps=STEPS, **cluster):
-    lr = 0.005 if method in ("ssp", "downpour") else 0.02
+    lr = 0.005 if method in ("ssp", "downpour", "dc_asgd") else 0.02
     machines = mh.Cluster(workers=4, faults=faults, **PLACES[place], **cluster)
     return mh.train(data or task(), METHODS[method](lr=lr), cluster=machines, steps=steps)
 
@@ -86,6 +86,8 @@ def test_one_worker_is_enough(method, place):
         ("ssp", "servers", 0),
         ("ssp", "one host", 3),
         ("downpour", "servers", 1),
+        ("dc_asgd", "servers", 2),
+        ("dc_asgd", "one host", 0),
         ("easgd asynchronous", "one host", 0),
         ("ad_psgd", "apart", 0),
         ("gossip", "apart", 3),

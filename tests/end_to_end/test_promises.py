@@ -242,7 +242,7 @@ def test_the_record_of_a_run_with_losses_and_of_one_with_sizes_only_is_plain_jso
 
 # -- the budget -------------------------------------------------------------------------------------
 
-TOGETHER = ["ssp", "downpour", "easgd asynchronous", "ad_psgd", "gossip", "hogwild"]
+TOGETHER = ["ssp", "downpour", "dc_asgd", "easgd asynchronous", "ad_psgd", "gossip", "hogwild"]
 
 
 def steps_by_rank(result):

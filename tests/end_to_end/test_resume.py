@@ -204,7 +204,7 @@ def test_every_method_resumes_and_goes_on_learning(method, tmp_path):
 
 
 @pytest.mark.parametrize("place", [{}, {"hosts": 1}, {"servers": 2}], ids=["apart", "one host", "servers"])
-@pytest.mark.parametrize("method", ["ssp", "downpour", "easgd asynchronous"])
+@pytest.mark.parametrize("method", ["ssp", "downpour", "dc_asgd", "easgd asynchronous"])
 def test_saving_does_not_hold_a_method_up_wherever_its_shards_are(method, place, tmp_path):
     data = task(work=1e7)
     cluster = mh.Cluster(workers=4, speeds=[1, 0.3, 2, 1], **place)

@@ -10,20 +10,23 @@ SECOND = 50e9  # floating-point operations that take a core of speed 1 one secon
 
 
 class Parabola(nn.Module):
-    """f(w) = a/2 (w - b)^2, the loss itself; `a` and `b` come as data, so every worker has its own."""
+    """f(w) = a/2 (w - b)^2, the loss itself; `a` and `b` come as data, so every worker has its own.
 
-    def __init__(self):
+    There may be several copies of w, each with the same gradient, so that servers have something to share.
+    """
+
+    def __init__(self, copies=1):
         super().__init__()
-        self.w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.w = nn.Parameter(torch.zeros(copies, dtype=torch.float64))
 
     def forward(self, a, b):
-        return (0.5 * a * (self.w - b) ** 2).mean()
+        return (0.5 * a * (self.w - b) ** 2).sum()
 
 
-def parabolas(*rows, seconds=None):
+def parabolas(*rows, seconds=None, copies=1):
     """Worker k gets the k-th (a, b)."""
     a, b = torch.tensor(rows, dtype=torch.float64).T
-    return mh.Task(Parabola, TensorDataset(a, b), batch_size=1, work=SECOND * (seconds or 1))
+    return mh.Task(lambda: Parabola(copies), TensorDataset(a, b), batch_size=1, work=SECOND * (seconds or 1))
 
 
 def toy_t(**knobs):

@@ -1,7 +1,8 @@
 """The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has."""
 
-from manyhands.catalog import asynchronous, local, peers, pipelines, stale, synchronous
+from manyhands.catalog import asynchronous, delayed, local, peers, pipelines, stale, synchronous
 from manyhands.catalog.asynchronous import *  # noqa: F403
+from manyhands.catalog.delayed import *  # noqa: F403
 from manyhands.catalog.local import *  # noqa: F403
 from manyhands.catalog.peers import *  # noqa: F403
 from manyhands.catalog.pipelines import *  # noqa: F403
@@ -10,6 +11,7 @@ from manyhands.catalog.synchronous import *  # noqa: F403
 
 __all__ = [
     *asynchronous.__all__,
+    *delayed.__all__,
     *local.__all__,
     *peers.__all__,
     *pipelines.__all__,

@@ -34,8 +34,9 @@ def downpour(
                 every n_push steps push accrued, accrued = 0
         shard:  h <- h + g^2;  w <- w - gamma g / sqrt(h), whoever comes
 
-    Shards apply on their own: at any instant they may have seen different updates. A lost client is not
-    missed, if the shards are not its own: on one host, or with servers. Otherwise the run ends.
+    Shards apply on their own: at any instant they may have seen different updates. For the paper's warm start let one
+    client train alone, save, and resume with all of them. A lost client is not missed, if the shards are not its own:
+    on one host, or with servers. Otherwise the run ends.
 
     Reference: J. Dean et al., Large scale distributed deep networks, 2012
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;

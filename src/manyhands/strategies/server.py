@@ -8,6 +8,7 @@ what   any Codec   how   any Rule, at the shard
     g = gradient(p, batch)
     accrued += g;  p <- p - local_lr g        (local steps only between fetches)
     if it is time: push accrued, accrued = 0  ready? w <- w + rule(g), version += 1
+                   (or their mean)
 
 With fetch_every = push_every = 1, which is the usual case, this is pull, gradient, push. `prefetch`
 pulls right after the push instead, so that the next step computes on weights read before it began.
@@ -50,6 +51,7 @@ class Server:
         prefetch: pull right after pushing.
         phase: whether a period begins or ends with its push.
         local_lr: alpha, the learning rate of local steps between fetches.
+        push_mean: push the mean of the accrued gradients instead of their sum.
     """
 
     when: Consistency
@@ -61,6 +63,7 @@ class Server:
     prefetch: bool = False
     phase: Literal["start", "end"] = "start"
     local_lr: float = 0.0
+    push_mean: bool = False
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -81,10 +84,11 @@ class Server:
         check_servers(servers, model)
 
     def setup(self, w: Worker) -> None:
-        """Lanes to the shards, codec memory in parameter coordinates, gradients not yet pushed and what they skip."""
+        """Lanes to the shards; codec memory in parameter coordinates; what is not yet pushed, of how many steps."""
         self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec)
         self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
         self.accrued: list[Tensor] | None = None
+        self.accruals = 0
         self.untouched: frozenset[int] = frozenset()
         self.simple = self.fetch_every == self.push_every == 1
         if self.prefetch:
@@ -118,22 +122,30 @@ class Server:
     @torch.no_grad()
     def accrue(self, w: Worker) -> None:
         """Add up gradients in a buffer of our own, since a pushed one is lent; step locally meanwhile."""
-        if self.accrued is None:
-            self.accrued = [torch.zeros_like(part.grad) for part in w.flat.parts]
-            self.untouched = w.flat.untouched()
+        totals = self.so_far(w)
+        self.accruals += 1
         self.untouched &= w.flat.untouched()
-        for total, part in zip(self.accrued, w.flat.parts, strict=True):
+        for total, part in zip(totals, w.flat.parts, strict=True):
             total.add_(part.grad)
             part.weights.add_(part.grad, alpha=-self.local_lr)
+
+    def so_far(self, w: Worker) -> list[Tensor]:
+        """What has accrued since the last push: nothing at first, and nothing is touched."""
+        if self.accrued is None:
+            self.accrued = [torch.zeros_like(part.grad) for part in w.flat.parts]
+            self.untouched = frozenset(place.mark for place in w.flat.places)
+        return self.accrued
 
     def push(self, w: Worker) -> None:
         """Encode and hand over the gradient of every shard's spans."""
         grads = self.accrued or [part.grad for part in w.flat.parts]
         untouched = sorted(w.flat.untouched() if self.accrued is None else self.untouched)
+        steps, self.accrued, self.accruals = max(1, self.accruals), None, 0
+        if self.push_mean and steps > 1:
+            grads = [g.div_(steps) for g in grads]
         for lane in self.lanes:
             into = [w.flat.weights(span) for span in lane.spans] if self.simple else ()
-            lane.push([self.encode(w, grads[span.part], span) for span in lane.spans], untouched, into)
-        self.accrued = None
+            lane.push([self.encode(w, grads[span.part], span) for span in lane.spans], untouched, into, steps)
 
     def encode(self, w: Worker, grad: Tensor, span: Span) -> tuple[Tensor, ...]:
         """What travels for one span; of a model of sizes only that many bytes."""
@@ -187,7 +199,7 @@ class Server:
         mine = under("memory", named(w.flat.places, self.remainders()) if self.remainders() else {})
         if self.accrued is not None:
             touched = [place for place in w.flat.places if place.mark not in self.untouched]
-            mine |= under("accrued", named(touched, self.accrued))
+            mine |= under("accrued", named(touched, self.accrued)) | {"accruals": torch.tensor(self.accruals)}
         saved = collect(w, mine)
         if saved is None:
             return None
@@ -213,8 +225,6 @@ class Server:
             add(w.flat.places, self.remainders(), section(old, "memory"))
         if accrued:
             self.simple = False
-            if self.accrued is None:
-                self.accrued = [torch.zeros_like(part.grad) for part in w.flat.parts]
-                self.untouched = frozenset(place.mark for place in w.flat.places)
-            add(w.flat.places, self.accrued, accrued)
+            add(w.flat.places, self.so_far(w), accrued)
+            self.accruals += int(old["accruals"])
             self.untouched -= {place.mark for place in w.flat.places if place.name in accrued}

@@ -26,8 +26,8 @@ class Lane(Protocol):
     def pull(self, into: Sequence[Tensor]) -> None:
         """Read the shard's weights, when admitted; there must have been an `ask`."""
 
-    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
-        """Hand over an encoded gradient, one payload per span; the tensors are lent until applied.
+    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1) -> None:
+        """Hand over an encoded gradient of some mini-batches, one payload per span; it is lent until applied.
 
         Where that saves a copy, the weights may be read `into` memory whose next use is a pull.
         """

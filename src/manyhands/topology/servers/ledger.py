@@ -14,7 +14,7 @@ from manyhands.core.protocols import Standing
 NEVER = 2**62
 """The clock of a worker that has left: it holds nobody up."""
 
-_VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _PUSHES = range(8)
+_VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _BATCHES = range(8)
 _HEAD = 8
 _ROWS = 6
 
@@ -79,25 +79,25 @@ class Ledger:
         return self._head[_ALIVE] + self._head[_LEFT_BEHIND]
 
     @property
-    def pushes(self) -> int:
-        """How many gradients have come in."""
-        return self._head[_PUSHES]
+    def batches(self) -> int:
+        """Of how many mini-batches gradients have come in."""
+        return self._head[_BATCHES]
 
-    @pushes.setter
-    def pushes(self, value: int) -> None:
-        self._head[_PUSHES] = value
+    @batches.setter
+    def batches(self, value: int) -> None:
+        self._head[_BATCHES] = value
 
     @property
     def pending(self) -> int:
-        """How many of them have not been applied."""
+        """How many gradients have not been applied."""
         return self._head[_PENDING]
 
-    def add_pending(self, i: int, seen: int = 0) -> None:
-        """A gradient of worker `i` has come in, computed at version `seen`."""
+    def add_pending(self, i: int, seen: int = 0, batches: int = 1) -> None:
+        """A gradient of worker `i` has come in, of so many mini-batches, computed at version `seen`."""
         self.seen[i] = seen
         self._pending[self.pending] = i
         self._head[_PENDING] += 1
-        self._head[_PUSHES] += 1
+        self._head[_BATCHES] += batches
         self.waiting[i] = 1
 
     def take_pending(self) -> list[int]:

@@ -107,10 +107,10 @@ class Keeper:
     def _handle(self, message: Message, i: int) -> None:
         shard, tag = self._shard, message.tag
         if tag == PUSH:
-            seen, untouched, lengths = message.meta
+            seen, untouched, lengths, batches = message.meta
             payload = _regroup(message.tensors, lengths)
             self._w.move(shard.nbytes)
-            self._answer(shard.push(i, payload, seen, untouched, message.release))
+            self._answer(shard.push(i, payload, seen, untouched, message.release, batches=batches))
         elif tag == ASK:
             if shard.pull(i):
                 self._answer([i])
@@ -182,9 +182,10 @@ class MessageLane:
         message.release()
         return message.meta
 
-    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
+    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1) -> None:
         lengths = tuple(len(tensors) for tensors in payload)
-        self._t.send(self._keeper, PUSH, (self._version, tuple(untouched), lengths), [x for p in payload for x in p])
+        meta = self._version, tuple(untouched), lengths, batches
+        self._t.send(self._keeper, PUSH, meta, [x for p in payload for x in p])
 
     def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
         self._t.send(self._keeper, EXCHANGE, (alpha,), xs)

@@ -133,8 +133,9 @@ class Shard:
         untouched: Sequence[int] = (),
         release: Callable[[], None] = lambda: None,
         into: Sequence[Tensor] = (),
+        batches: int = 1,
     ) -> list[int]:
-        """Take a gradient computed at version `seen`; returns the parked workers that may read now.
+        """Take a gradient of some mini-batches, computed at version `seen`; returns the parked that may read now.
 
         If it is applied at once and its worker may read on, the weights are copied `into` its memory on the way.
         """
@@ -142,7 +143,7 @@ class Shard:
         if not self.when.bounds_clocks:
             ledger.lag[i] = ledger.version - seen
         self._inbox.put(i, payload, untouched, release)
-        ledger.add_pending(i, seen)
+        ledger.add_pending(i, seen, batches)
         self.copied, self._asks = -1, (i, into)
         freed = self._settle(ledger.tick(i))
         self._asks = NOBODY
@@ -207,7 +208,7 @@ class Shard:
             rank=group[0],
             count=len(group),
             workers=ledger.workers,
-            samples=ledger.pushes * self._batch_size,
+            samples=ledger.batches * self._batch_size,
             seen=self.seen[group[0]][place] if self.seen else None,
         )
 
@@ -219,10 +220,10 @@ class Shard:
 
     def pieces(self, places: Sequence[Place]) -> list[Piece]:
         """What the rule remembers here, and how many samples have come in."""
-        samples = torch.tensor(self.ledger.pushes * self._batch_size)
+        samples = torch.tensor(self.ledger.batches * self._batch_size)
         return [*pieces(self.holdings, places), Piece(SAMPLES, 0, samples)]
 
     def restore(self, places: Sequence[Place], saved: Saved) -> None:
         """Go on from there; the saved state may be that of the whole model."""
         restore(self.holdings, places, saved)
-        self.ledger.pushes = int(saved[SAMPLES]) // self._batch_size
+        self.ledger.batches = int(saved[SAMPLES]) // self._batch_size

@@ -170,10 +170,10 @@ class SharedLane:
                 x.copy_(h.weights)
             self._w.move(len(memories) * h.weights.nbytes)
 
-    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = ()) -> None:
+    def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1) -> None:
         with self._t.lock(self._name):
             self._w.move(self._shard.nbytes)
-            freed = self._shard.push(self._me, payload, self._version, untouched, into=into)
+            freed = self._shard.push(self._me, payload, self._version, untouched, into=into, batches=batches)
             self._has = self._shard.copied
             if self._has >= 0:
                 self._w.move((2 if self._shard.seen else 1) * self._shard.nbytes)
