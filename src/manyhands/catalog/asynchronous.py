@@ -12,7 +12,7 @@ from manyhands.strategies.pairwise import Pairwise
 from manyhands.strategies.server import Server
 from manyhands.strategies.shared_memory import SharedMemory
 
-__all__ = ["ad_psgd", "downpour", "hogwild"]
+__all__ = ["ad_psgd", "downpour", "hogbatch", "hogwild"]
 
 
 def downpour(
@@ -94,14 +94,36 @@ def hogwild(lr: float = 0.1, rule: Rule | None = None) -> SharedMemory:
 
         read w, compute g, w_v <- w_v - eta g_v for every v that g touches
 
-    Writes may be lost; with sparse gradients few are. All workers must be on one host. A lost worker is not
-    missed.
+    Writes may be lost. With sparse gradients, as of nn.Embedding(sparse=True), few are: plain SGD then writes only
+    the rows a mini-batch has used. All workers must be on one host. A lost worker is not missed.
 
     Reference: F. Niu, B. Recht, C. Re, S. Wright, Hogwild!: a lock-free approach to parallelizing SGD, 2011
-    Loops: strategies/shared_memory.py SharedMemory.step
+    Loops: strategies/shared_memory.py SharedMemory.step; strategies/shared_memory.py SharedMemory.write
 
     Args:
         lr: gamma, the learning rate.
         rule: how a gradient is applied, instead of SGD with lr; its memory is each worker's own.
     """
     return SharedMemory(rule or Sgd(lr))
+
+
+def hogbatch(lr: float = 0.1, rule: Rule | None = None) -> SharedMemory:
+    """HogBatch: as Hogwild!, but each worker computes on a copy of the weights and writes one update per mini-batch.
+
+    split: data. when: never. who: everyone, through one memory. what: nothing is sent. how: any rule,
+    straight into the shared weights.
+
+        x <- w, a copy;  g = (1/b) sum_i grad f_i(x) over a mini-batch of b
+        w_v <- w_v - eta g_v for every v that g touches, without a lock
+
+    Workers meet in memory twice per mini-batch and not with every sample: fewer writes are lost, and caches are
+    left alone in between. With b = 1 it is hogwild. All workers must be on one host. A lost worker is not missed.
+
+    Reference: S. Sallinen et al., High performance parallel stochastic gradient descent in shared memory, 2016
+    Loops: strategies/shared_memory.py SharedMemory.step; strategies/shared_memory.py SharedMemory.write
+
+    Args:
+        lr: eta, the learning rate; the gradient is a mean over the mini-batch.
+        rule: how a gradient is applied, instead of SGD with lr; its memory is each worker's own.
+    """
+    return SharedMemory(rule or Sgd(lr), snapshot=True)
