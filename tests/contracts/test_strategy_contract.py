@@ -19,11 +19,14 @@ METHODS = {
     "easgd asynchronous": lambda: mh.easgd(asynchronous=True),
     "ad-psgd": mh.ad_psgd,
     "hogwild": mh.hogwild,
+    "hogbatch": mh.hogbatch,
+    "asysvrg": mh.asysvrg,
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
 SERVED = {"bsp-server", "ssp", "downpour", "easgd asynchronous"}
+ONE_HOST = {"hogwild", "hogbatch", "asysvrg"}
 
 
 def blobs(samples=96):
@@ -51,7 +54,7 @@ def places(method):
 @METHOD
 def test_the_same_seed_gives_the_same_bits_and_times(method):
     for cluster in places(method):
-        if method == "hogwild":
+        if method in ONE_HOST:
             cluster = mh.Cluster(workers=4, hosts=1, cores=2, jitter=0.3)
         one, two = (mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=7) for _ in range(2))
         other = mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=8)

@@ -1,4 +1,4 @@
-"""The ten ways to train, and a task so small that a run takes milliseconds."""
+"""The eleven ways to train, and a task so small that a run takes milliseconds."""
 
 from itertools import pairwise
 
@@ -18,11 +18,14 @@ METHODS = {
     "easgd asynchronous": lambda **knobs: mh.easgd(asynchronous=True, **knobs),
     "ad_psgd": mh.ad_psgd,
     "hogwild": mh.hogwild,
+    "asysvrg": mh.asysvrg,
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
 SERVED = ["bsp_server", "ssp", "downpour", "easgd asynchronous"]
 """Those that may have server ranks."""
+ONE_HOST = ["hogwild", "asysvrg"]
+"""Those whose workers share memory."""
 
 
 def chain(*sizes):

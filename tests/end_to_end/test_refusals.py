@@ -228,8 +228,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_rank_and_step(method, 
         loss=nn.functional.mse_loss,
         batch_size=4,
     )
+    knobs = {"full_steps": 20} if method == "asysvrg" else {}  # one forward pass per step
     with pytest.raises(mh.Diverged, match=f"the loss is nan on rank {rank} at step {step}: ") as caught:
-        mh.train(data, METHODS[method](lr=1e-6), cluster=mh.Cluster(workers=4), steps=20)
+        mh.train(data, METHODS[method](lr=1e-6, **knobs), cluster=mh.Cluster(workers=4), steps=20)
     assert (caught.value.rank, caught.value.step) == (rank, step)
 
 

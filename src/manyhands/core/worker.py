@@ -39,10 +39,19 @@ class Worker:
         seed: of the job.
         steps: the job's budget in updates, for methods that plan ahead.
         batch_size: samples of one mini-batch.
+        data_size: samples of the whole data set; None if nobody knows.
     """
 
     def __init__(
-        self, transport: Transport, task: Task, model: nn.Module, *, seed: int, steps: int, batch_size: int
+        self,
+        transport: Transport,
+        task: Task,
+        model: nn.Module,
+        *,
+        seed: int,
+        steps: int,
+        batch_size: int,
+        data_size: int | None = None,
     ) -> None:
         self.transport = transport
         self.task = task
@@ -50,6 +59,7 @@ class Worker:
         self.seed = seed
         self.steps = steps
         self.batch_size = batch_size
+        self.data_size = data_size
         self.rank = transport.rank
         workers = transport.roles.count("worker")
         self.workers: Sequence[int] = range(workers)
