@@ -21,11 +21,12 @@ METHODS = {
     "hogwild": mh.hogwild,
     "hogbatch": mh.hogbatch,
     "asysvrg": mh.asysvrg,
+    "sandblaster": mh.sandblaster,
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
-SERVED = {"bsp-server", "ssp", "downpour", "easgd asynchronous"}
+SERVED = {"bsp-server", "ssp", "downpour", "easgd asynchronous", "sandblaster"}
 ONE_HOST = {"hogwild", "hogbatch", "asysvrg"}
 
 

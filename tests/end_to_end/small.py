@@ -1,4 +1,4 @@
-"""The eleven ways to train, and a task so small that a run takes milliseconds."""
+"""The twelve ways to train, and a task so small that a run takes milliseconds."""
 
 from itertools import pairwise
 
@@ -19,10 +19,11 @@ METHODS = {
     "ad_psgd": mh.ad_psgd,
     "hogwild": mh.hogwild,
     "asysvrg": mh.asysvrg,
+    "sandblaster": mh.sandblaster,
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
-SERVED = ["bsp_server", "ssp", "downpour", "easgd asynchronous"]
+SERVED = ["bsp_server", "ssp", "downpour", "easgd asynchronous", "sandblaster"]
 """Those that may have server ranks."""
 ONE_HOST = ["hogwild", "asysvrg"]
 """Those whose workers share memory."""

@@ -154,10 +154,3 @@ def test_another_number_of_workers_begins_an_epoch(tmp_path):
     strategy = probed(mh.asysvrg(), begin=lambda s, w: begun.append((w.rank, w.step)))
     mh.train(task, strategy, cluster=mh.Cluster(workers=3), steps=7, resume=tmp_path)
     assert sorted(begun) == [(0, 4), (1, 4), (2, 4)]
-
-
-@pytest.mark.parametrize("knobs", [{"full_steps": 0}, {"inner_steps": 0}])
-def test_an_epoch_needs_both_kinds_of_steps(knobs):
-    (name,) = knobs
-    with pytest.raises(mh.Refused, match=f"{name} is 0, but must be >= 1"):
-        mh.asysvrg(**knobs)

@@ -1,9 +1,10 @@
 """The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has."""
 
-from manyhands.catalog import asynchronous, pipelines, stale, synchronous
+from manyhands.catalog import asynchronous, batch, pipelines, stale, synchronous
 from manyhands.catalog.asynchronous import *  # noqa: F403
+from manyhands.catalog.batch import *  # noqa: F403
 from manyhands.catalog.pipelines import *  # noqa: F403
 from manyhands.catalog.stale import *  # noqa: F403
 from manyhands.catalog.synchronous import *  # noqa: F403
 
-__all__ = [*asynchronous.__all__, *pipelines.__all__, *stale.__all__, *synchronous.__all__]
+__all__ = [*asynchronous.__all__, *batch.__all__, *pipelines.__all__, *stale.__all__, *synchronous.__all__]

@@ -98,8 +98,14 @@ class Worker:
 
     # -- computing --------------------------------------------------------------------------------
 
-    def gradient(self, batch: Batch, fired: Callable[[Span], None] | None = None) -> float:
-        """The loss of a mini-batch; its gradient is in the flat gradient afterwards."""
+    def gradient(
+        self, batch: Batch, fired: Callable[[Span], None] | None = None, origin: tuple[int, int, int] | None = None
+    ) -> float:
+        """The loss of a mini-batch; its gradient is in the flat gradient afterwards.
+
+        What is random in it depends on this rank and step, or on an `origin` that names another rank, step and key.
+        """
+        self.seed_torch(*(origin or (self.rank, self.step)))
         live = fired if not self.transport.plays else None
         loss = math.nan if self.task.sizes_only else self._run(batch, live)
         if not self.transport.plays:
@@ -115,7 +121,6 @@ class Worker:
         return loss
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
-        self.seed_torch()
         firing = Firing(self.flat.buckets(), self.flat.places, fired) if fired else None
         self.flat.open(None if firing is None else firing.arrived)
         with torch.enable_grad():
@@ -127,9 +132,9 @@ class Worker:
             firing.finish()
         return value
 
-    def seed_torch(self, key: int = 0) -> None:
+    def seed_torch(self, rank: int, step: int, key: int = 0) -> None:
         """Make dropout and the like depend on (seed, rank, step) only, in every world and after a resume."""
-        torch.default_generator.manual_seed(hash((self.seed, self.rank, self.step, key)) % 2**63)
+        torch.default_generator.manual_seed(hash((self.seed, rank, step, key)) % 2**63)
 
     def checked(self, loss: Tensor) -> float:
         """The loss as a number, if it is one."""
