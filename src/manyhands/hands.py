@@ -141,7 +141,7 @@ class Hands:
         if self._training.streams and steps is None:
             raise Refused("steps is missing: a pipeline that streams must know when its last mini-batch comes")
         batches = iter(()) if self.role == "server" else self._batches(found, passes, steps)
-        self._training.begin(found.batch_size, steps or 0)
+        self._training.begin(found.batch_size, steps or 0, None if found.is_stream else len(found.dataset))
         return self._walk(batches)
 
     def _batches(self, found: Source, passes: int | None, steps: int | None) -> Iterator[Any]:

@@ -65,8 +65,8 @@ class Training:
         """Whether mini-batches of successive steps are in flight together."""
         self._refuse_misplaced()
 
-    def begin(self, batch_size: int | None, steps: int) -> None:
-        """Set up, once. `steps` mini-batches are announced, to those who must know; the batch size may be unknown."""
+    def begin(self, batch_size: int | None, steps: int, data_size: int | None = None) -> None:
+        """Set up, once. `steps` mini-batches are announced, to those who must know; sizes may be unknown."""
         w, strategy = self.worker, self.strategy
         if self.has_begun:
             if isinstance(strategy, Pipeline) and self.streams:
@@ -77,7 +77,7 @@ class Training:
         if batch_size is not None:
             self._check(batch_size)
             w.batch_size = batch_size
-        w.steps = steps
+        w.steps, w.data_size = steps, data_size
         self.has_begun = True
         refuse_unlike(w.transport, w.model)
         begin_alike(w)

@@ -9,33 +9,20 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from manyhands import catalog
+from manyhands.core.protocols import Serves
 
 METHODS = {
-    "bsp": mh.bsp,
-    "bsp-server": mh.bsp_server,
-    "ssp": mh.ssp,
-    "downpour": mh.downpour,
-    "dc-asgd": mh.dc_asgd,
+    **{name.replace("_", "-"): getattr(mh, name) for name in catalog.__all__},
     "dc-asgd adaptive": lambda: mh.dc_asgd(adaptive=True, mean_squares=4),
-    "staleness-aware": mh.staleness_aware,
-    "dyn-sgd": mh.dyn_sgd,
-    "agn": mh.agn,
-    "adag": mh.adag,
-    "asgd-momentum": mh.asgd_momentum,
-    "easgd": mh.easgd,
     "easgd asynchronous": lambda: mh.easgd(asynchronous=True),
-    "ad-psgd": mh.ad_psgd,
-    "d-psgd": mh.d_psgd,
     "gossip by push": lambda: mh.gossip(mode="push"),
-    "gossip by pull": mh.gossip,
     "gossip in pairs": lambda: mh.gossip(mode="pairwise"),
-    "hogwild": mh.hogwild,
-    "gpipe": mh.gpipe,
-    "pipedream": mh.pipedream,
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
-ALONE = {"bsp", "easgd", "ad-psgd", "hogwild", "gpipe", "pipedream"}
-"""Those that have no server ranks."""
+ONE_HOST = {"hogwild", "hogbatch", "asysvrg"}
+IN_STEP = {"easgd", "eamsgd"}
+"""Those that have servers only when they are asynchronous."""
 
 
 def blobs(samples=96):
@@ -56,14 +43,14 @@ def blobs(samples=96):
 def places(method):
     yield mh.Cluster(workers=4, speeds=[1, 0.5, 2, 1], jitter=0.3)
     yield mh.Cluster(workers=4, hosts=1, cores=2)
-    if method not in ALONE:
+    if isinstance(METHODS[method](), Serves) and method not in IN_STEP:
         yield mh.Cluster(workers=3, servers=2, latency="1ms", bandwidth="100Mbit")
 
 
 @METHOD
 def test_the_same_seed_gives_the_same_bits_and_times(method):
     for cluster in places(method):
-        if method == "hogwild":
+        if method in ONE_HOST:
             cluster = mh.Cluster(workers=4, hosts=1, cores=2, jitter=0.3)
         one, two = (mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=7) for _ in range(2))
         other = mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=8)

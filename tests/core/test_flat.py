@@ -270,6 +270,37 @@ def test_a_sparse_gradient_is_added_up_row_by_row(passes):
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_rows_are_kept_for_whoever_asks_and_the_flat_gradient_is_left_alone(passes):
+    model = nn.Embedding(6, 2, sparse=True).double()
+    flat = flat_of(model)
+    flat.keep_rows()
+    flat.parts[0].outgoing.fill_(7.0)
+    tokens = torch.tensor([4, 1, 4])
+    for _ in range(2):
+        step(flat, model, *[lambda m: m(tokens).sum()] * passes)
+        (rows,) = flat.rows.values()
+        assert (rows.indices().tolist(), rows.values().tolist()) == ([[1, 4]], [[passes] * 2, [2 * passes] * 2])
+        assert flat.parts[0].grad.tolist() == [7.0] * 12
+        assert flat.untouched() == frozenset()
+    step(flat, model)
+    assert flat.rows == {} and flat.untouched() == {0}
+
+
+def test_rows_that_meet_a_dense_gradient_of_the_same_step_become_dense():
+    model = nn.Embedding(3, 2, sparse=True).double()
+    flat = flat_of(model)
+    flat.keep_rows()
+    tokens = torch.tensor([1, 1])
+    for first, second in ((lambda m: m(tokens).sum(), lambda m: m.weight.sum()), (lambda m: m.weight.sum(),) * 2):
+        step(flat, model, first, second)
+        dense = gradients(flat)["weight"].tolist()
+        assert dense == ([[1.0, 1.0], [3.0, 3.0], [1.0, 1.0]] if first is not second else [[2.0, 2.0]] * 3)
+        assert flat.rows == {}
+    step(flat, model, lambda m: m.weight.sum(), lambda m: m(tokens).sum())
+    assert gradients(flat)["weight"].tolist() == [[1.0, 1.0], [3.0, 3.0], [1.0, 1.0]] and flat.rows == {}
+
+
 def test_a_gradient_may_be_put_by_hand():
     model = mlp()
     flat = flat_of(model)

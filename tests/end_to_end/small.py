@@ -25,11 +25,15 @@ METHODS = {
     "d_psgd": mh.d_psgd,
     "gossip": mh.gossip,
     "hogwild": mh.hogwild,
+    "asysvrg": mh.asysvrg,
+    "sandblaster": mh.sandblaster,
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
-SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "easgd asynchronous"]
+SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "easgd asynchronous", "sandblaster"]
 """Those that may have server ranks."""
+ONE_HOST = ["hogwild", "asysvrg"]
+"""Those whose workers share memory."""
 
 
 def chain(*sizes):

@@ -9,9 +9,9 @@ from torch import nn
 import manyhands as mh
 from manyhands.tasks import load
 
-from .small import METHODS, SERVED, model, steps_of, task
+from .small import METHODS, ONE_HOST, SERVED, model, steps_of, task
 
-STOPPING = ["bsp", "bsp_server", "easgd", "gpipe", "pipedream"]
+STOPPING = ["bsp", "bsp_server", "easgd", "asysvrg", "gpipe", "pipedream"]
 """Everyone is needed: a lost worker ends the run."""
 GOING_ON = [
     *((method, place) for method in SERVED if method not in STOPPING for place in ("servers", "one host")),
@@ -155,7 +155,7 @@ def test_a_slow_worker_makes_the_run_longer_and_loses_nobody(method):
     assert usual.seconds < slow.seconds < 9 * usual.seconds
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "hogwild"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ONE_HOST])
 def test_a_slow_link_makes_the_run_longer_and_loses_nobody(method):
     usual = run(method)
     slow = run(method, faults=[mh.SlowLink(1, usual.seconds / 4, factor=8)])
@@ -165,7 +165,7 @@ def test_a_slow_link_makes_the_run_longer_and_loses_nobody(method):
 
 # -- no hang, whatever happens ----------------------------------------------------------------------
 
-WAYS = [*((method, "apart") for method in METHODS if method != "hogwild"), ("hogwild", "one host")]
+WAYS = [(method, "apart" if method not in ONE_HOST else "one host") for method in METHODS]
 WAYS += [(method, place) for method in SERVED for place in ("servers", "one host")]
 WAYS += [("bsp", "one host"), ("easgd", "one host")]
 

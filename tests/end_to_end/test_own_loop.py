@@ -16,7 +16,7 @@ from manyhands.hands import Hands
 from manyhands.virtual.budget import Common
 from manyhands.virtual.world import simulate
 
-from .small import METHODS, SERVED, model, task
+from .small import METHODS, ONE_HOST, SERVED, model, task
 
 ALIKE = ["bsp", "bsp_server", "easgd", "d_psgd", "gpipe", "pipedream"]
 """Methods whose result does not depend on timing."""
@@ -95,7 +95,7 @@ def managed(strategy, cluster=None, **settings):
 
 
 def cluster_for(name, **settings):
-    return mh.Cluster(workers=4, hosts=1 if name == "hogwild" else None, **settings)
+    return mh.Cluster(workers=4, hosts=1 if name in ONE_HOST else None, **settings)
 
 
 def error(data, net):
@@ -539,7 +539,7 @@ def test_a_loader_of_a_stream_is_taken_apart():
 # -- optimizers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*ALIKE, "hogwild", "ad_psgd", "gossip", "easgd asynchronous"])
+@pytest.mark.parametrize("name", [*ALIKE, *ONE_HOST, "ad_psgd", "gossip", "easgd asynchronous"])
 def test_an_optimizer_takes_the_place_of_the_strategys_rule(name):
     """Those that move no weights at a shard equal their twin with the rule, to the last bit."""
     options = {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1}
@@ -584,7 +584,7 @@ def test_one_worker_with_an_optimizer_is_torch():
 @pytest.mark.parametrize("name", METHODS)
 def test_a_block_without_a_step_leaves_the_model_as_it_was(name):
     """With 3 workers, whose mean of equal weights would be rounded."""
-    servers, hosts = int(name in SERVED), 1 if name == "hogwild" else None
+    servers, hosts = int(name in SERVED), 1 if name in ONE_HOST else None
     joined = Joined(METHODS[name](), lambda hands, losses: None, mh.Cluster(workers=3, servers=servers, hosts=hosts))
     assert same(joined.models, [fresh()])
     assert all(one["after"] for one in joined.ranks)

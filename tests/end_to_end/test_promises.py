@@ -164,8 +164,9 @@ def ticking():
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "sandblaster"])
 def test_every_rank_runs_its_own_model_once_per_mini_batch(method):
+    """Sandblaster's line search computes a batch as often as it needs, and whoever is free computes it."""
     Tick.made = []
     data = task(model=ticking, metric=lambda outputs, targets: 0.0)
     mh.train(data, METHODS[method](lr=0.001), cluster=mh.Cluster(workers=4), steps=6)
@@ -174,7 +175,8 @@ def test_every_rank_runs_its_own_model_once_per_mini_batch(method):
         assert counts == [6 * (4 if method == "gpipe" else 1)] * 4, "one stage each"
     else:
         assert len(counts) == 4 * 4, "four ranks with four layers each"
-        assert sum(counts[::4]) == 6 * 4
+        passes = 3 + 2 * 3 if method == "asysvrg" else 6  # whose inner steps compute two gradients
+        assert sum(counts[::4]) == passes * 4
 
 
 def test_micro_batches_are_forward_passes():
@@ -480,7 +482,7 @@ def test_optimizers_of_torch_train_behind_any_kind_of_shard(kind, place):
     assert result.final_loss < losses(result)[0] / 2
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "bsp"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name not in ("bsp", "sandblaster")])
 def test_every_method_takes_an_optimizer_of_torch(method):
     result = mh.train(task(), METHODS[method](rule=rules.Torch("Adam", lr=0.01)), steps=200)
     assert result.final_loss < losses(result)[0] / 2

@@ -1,4 +1,4 @@
-"""One worker is plain SGD, whatever the method; with Hogwild! to the last bit."""
+"""One worker is plain SGD, whatever the method; with Hogwild! and HogBatch to the last bit."""
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ METHODS = {
     "d-psgd": mh.d_psgd(lr=LR),
     "gossip": mh.gossip(lr=LR),
     "hogwild": mh.hogwild(lr=LR),
+    "hogbatch": mh.hogbatch(lr=LR),
     "gpipe": mh.gpipe(lr=LR, micro_batches=1),
     "pipedream": mh.pipedream(lr=LR),
 }
@@ -33,8 +34,9 @@ def test_one_worker_is_plain_sgd(digits64, plain_sgd, method):
         assert torch.allclose(result.weights[name], w, rtol=0, atol=1e-13)
 
 
-def test_one_hogwild_worker_is_sequential_bit_for_bit(digits64, plain_sgd):
+@pytest.mark.parametrize("method", [mh.hogwild, mh.hogbatch])
+def test_one_lock_free_worker_is_sequential_bit_for_bit(digits64, plain_sgd, method):
     share = Share(digits64.data, 0, 1, 32, seed=0)
     reference = plain_sgd(digits64, [share.next_batch() for _ in range(6)], LR)
-    result = mh.train(digits64, mh.hogwild(lr=LR), cluster=mh.Cluster(workers=1), steps=6)
+    result = mh.train(digits64, method(lr=LR), cluster=mh.Cluster(workers=1), steps=6)
     assert all(torch.equal(result.weights[name], w) for name, w in reference.items())

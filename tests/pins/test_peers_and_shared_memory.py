@@ -1,5 +1,6 @@
-"""Cards 9 and 19, Hogwild! and AD-PSGD: pinned values, invariants, identities."""
+"""Cards 9, 10 and 19, Hogwild!, HogBatch and AD-PSGD: pinned values, invariants, identities."""
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -9,7 +10,9 @@ from torch.utils.data import TensorDataset
 from toys import probed, toy_t
 
 import manyhands as mh
-from manyhands.rules import Sgd
+from manyhands.core.protocols import At
+from manyhands.rules import Momentum, Sgd
+from manyhands.splits.data import Share
 
 # -- Hogwild! -------------------------------------------------------------------------------------
 
@@ -39,6 +42,100 @@ def test_hogwild_applies_stale_gradients_in_full():
     result = mh.train(toy_t(), mh.hogwild(lr=0.1), cluster=mh.Cluster(workers=2, order=[0, 1]))
     (w,) = result.weights.values()
     assert w.item() == pytest.approx(0.7, abs=1e-12)
+
+
+class Rows(nn.Module):
+    """The same with one sparse table whose rows are the coordinates, and perhaps something dense beside it."""
+
+    def __init__(self, rows=2, dense=False):
+        super().__init__()
+        self.table = nn.Embedding(rows, 1, sparse=True, dtype=torch.float64)
+        self.dense = nn.Parameter(torch.ones(1, dtype=torch.float64)) if dense else 1.0
+        nn.init.zeros_(self.table.weight)
+
+    def forward(self, row, a, b):
+        return (0.5 * a * (self.dense * self.table(row).squeeze(-1) - b) ** 2).mean()
+
+
+def rows(samples=2, batch_size=1, **knobs):
+    a, b = (1.0 + torch.arange(samples).double() % 2), (1.0 + 2 * (torch.arange(samples).double() % 2))
+    return mh.Task(
+        lambda: Rows(**knobs), TensorDataset(torch.arange(samples) % knobs.get("rows", 2), a, b), None, batch_size
+    )
+
+
+@pytest.mark.parametrize("method", [mh.hogwild, mh.hogbatch])
+@pytest.mark.parametrize("order", sorted(set(permutations([0, 0, 0, 1, 1, 1]))))
+def test_so_do_disjoint_rows_of_one_sparse_table(order, method):
+    result = mh.train(rows(), method(lr=0.1), cluster=mh.Cluster(workers=2, order=order))
+    (table,) = result.weights.values()
+    assert table.flatten().tolist() == pytest.approx([0.271, 1.464], abs=1e-9)
+
+
+@pytest.mark.parametrize("rule", [Sgd(0.1), Sgd(0.1, weight_decay=0.1), Momentum(0.1)])
+def test_one_worker_with_sparse_rows_is_sequential_bit_for_bit(rule):
+    """Rows come twice in a mini-batch, and some never; a rule that moves those too sees them dense."""
+    task = rows(12, batch_size=5, rows=9, dense=True)
+    result = mh.train(task, mh.hogwild(rule=rule), cluster=mh.Cluster(workers=1), steps=6)
+    model, share = task.build(0), Share(task.data, 0, 1, 5, seed=0)
+    states = [rule.init(p) for p in model.parameters()]
+    for number in range(6):
+        model.zero_grad()
+        task.loss_of(model, share.next_batch()).backward()
+        with torch.no_grad():
+            for p, state in zip(model.parameters(), states, strict=True):
+                p += rule(p.grad.to_dense() if p.grad.is_sparse else p.grad, At(p, state, number + 1))
+    assert all(torch.equal(result.weights[name], w) for name, w in model.named_parameters())
+
+
+def test_an_update_touches_nothing_but_its_rows():
+    """Wherever the flat gradient was read it would bring NaN, and wherever it was written it would lose it."""
+    seen = {}
+
+    def poison(s, w):
+        w.flat.parts[0].outgoing.fill_(float("nan"))
+
+    def look(s, w):
+        seen[w.step] = w.flat.parts[0].grad.isnan().all().item(), s.weights[0].clone()
+
+    mh.train(
+        rows(1, rows=4), probed(mh.hogwild(lr=0.1), setup=poison, step=look), cluster=mh.Cluster(workers=1), steps=2
+    )
+    assert [untouched for untouched, _ in seen.values()] == [True, True]
+    assert seen[1][1].tolist() == pytest.approx([0.19, 0, 0, 0], abs=1e-12)
+
+
+def test_the_time_of_an_update_is_that_of_its_rows():
+    few, many = (
+        mh.train(replace(rows(1, rows=size), work=1), mh.hogwild(), cluster=mh.Cluster(workers=1), steps=1).seconds
+        for size in (10, 100_000)
+    )
+    assert few == many
+
+
+# -- HogBatch -------------------------------------------------------------------------------------
+
+
+def test_hogbatch_computes_on_a_copy_that_others_do_not_write():
+    copies = {}
+
+    def look(s, w):
+        copies[w.rank, w.step] = w.flat.parts[0].weights.item(), s.weights[0].item()
+
+    strategy = probed(mh.hogbatch(lr=0.1), step=look)
+    mh.train(toy_t(), strategy, cluster=mh.Cluster(workers=2, order=[0, 1, 0]))
+    assert copies[0, 0] == pytest.approx((0, 0.1)), "read 0, wrote 0.1"
+    assert copies[1, 0] == pytest.approx((0, 0.7)), "read 0 too, and still has it"
+    assert copies[0, 1] == pytest.approx((0.1, 0.79)), "read 0.1 before the other wrote"
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 1, 0, 0, 1], [1, 1, 0, 1, 0, 0]])
+def test_with_one_sample_at_a_time_hogbatch_is_hogwild(order):
+    one, other = (
+        mh.train(toy_t(), method(lr=0.1), cluster=mh.Cluster(workers=2, order=order)).weights_sha256
+        for method in (mh.hogwild, mh.hogbatch)
+    )
+    assert one == other
 
 
 # -- AD-PSGD --------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from manyhands.rules import Adagrad, Sgd
 from manyhands.strategies.pairwise import Pairwise
 from manyhands.strategies.server import Server
 from manyhands.strategies.shared_memory import SharedMemory
+from manyhands.strategies.svrg import Svrg
 
-__all__ = ["ad_psgd", "downpour", "hogwild"]
+__all__ = ["ad_psgd", "asysvrg", "downpour", "hogbatch", "hogwild"]
 
 
 def downpour(
@@ -95,14 +96,68 @@ def hogwild(lr: float = 0.1, rule: Rule | None = None) -> SharedMemory:
 
         read w, compute g, w_v <- w_v - eta g_v for every v that g touches
 
-    Writes may be lost; with sparse gradients few are. All workers must be on one host. A lost worker is not
-    missed.
+    Writes may be lost. With sparse gradients, as of nn.Embedding(sparse=True), few are: plain SGD then writes only
+    the rows a mini-batch has used. All workers must be on one host. A lost worker is not missed.
 
     Reference: F. Niu, B. Recht, C. Re, S. Wright, Hogwild!: a lock-free approach to parallelizing SGD, 2011
-    Loops: strategies/shared_memory.py SharedMemory.step
+    Loops: strategies/shared_memory.py SharedMemory.step; strategies/shared_memory.py SharedMemory.write
 
     Args:
         lr: gamma, the learning rate.
         rule: how a gradient is applied, instead of SGD with lr; its memory is each worker's own.
     """
     return SharedMemory(rule or Sgd(lr))
+
+
+def hogbatch(lr: float = 0.04, rule: Rule | None = None) -> SharedMemory:
+    """HogBatch: as Hogwild!, but each worker computes on a copy of the weights and writes one update per mini-batch.
+
+    split: data. when: never. who: everyone, through one memory. what: nothing is sent. how: any rule,
+    straight into the shared weights.
+
+        x <- w, a copy;  g = (1/b) sum_i grad f_i(x) over a mini-batch of b
+        w_v <- w_v - eta g_v for every v that g touches, without a lock
+
+    Workers meet in memory twice per mini-batch and not with every sample: fewer writes are lost, and caches are
+    left alone in between. With b = 1 it is hogwild. All workers must be on one host. A lost worker is not missed.
+
+    Reference: S. Sallinen et al., High performance parallel stochastic gradient descent in shared memory, 2016
+    Loops: strategies/shared_memory.py SharedMemory.step; strategies/shared_memory.py SharedMemory.write
+
+    Args:
+        lr: eta, the learning rate; the gradient is a mean over the mini-batch.
+        rule: how a gradient is applied, instead of SGD with lr; its memory is each worker's own.
+    """
+    return SharedMemory(rule or Sgd(lr), snapshot=True)
+
+
+def asysvrg(
+    lr: float = 0.05,
+    full_steps: int | None = None,
+    inner_steps: int | None = None,
+    rule: Rule | None = None,
+) -> Svrg:
+    """AsySVRG: lock-free steps with little noise: a full gradient, computed once per epoch, corrects every small one.
+
+    split: data. when: all meet twice per epoch, in between never. who: everyone, through one memory. what:
+    nothing is sent. how: any rule, straight into the shared weights.
+
+        epoch: u0 <- u;  mu = (1/n) sum_i grad f_i(u0), each worker over its own samples;  all meet
+        inner: read u^ from u;  v = grad f_B(u^) - grad f_B(u0) + mu;  u <- u - eta v, without a lock;  all meet
+
+    At u^ = u0 the noise is gone, so the learning rate may stay as it is to the end. An epoch consumes a pass over
+    the data for mu and two for inner steps, each of which computes two gradients. All workers must be on one
+    host. A lost worker ends the run: its share of mu would be missing.
+
+    Reference: S. Zhao, W. Li, Fast asynchronous parallel stochastic gradient descent: a lock-free approach with
+        convergence guarantee, 2016, arXiv:1508.05711
+    Loops: strategies/svrg.py Svrg.step; strategies/svrg.py Svrg.descend
+
+    Args:
+        lr: eta, the learning rate of inner steps.
+        full_steps: mini-batches per worker that mu is the mean of; if not given as many as hold all samples, or 4
+            if these cannot be counted.
+        inner_steps: M, mini-batches per worker until the next epoch; twice as many if not given.
+        rule: how v is applied, instead of SGD with lr; its memory is each worker's own.
+    """
+    return Svrg(rule or Sgd(lr), full_steps, inner_steps)

@@ -9,6 +9,9 @@ into the flat gradient and the parameter's own is dropped. A second backward pas
 `close` ends the step: what did not arrive is zero and marked untouched, so that rules can skip it as
 torch does. The marks travel behind the gradient, so a sum over workers also says who was touched.
 
+A sparse gradient (of an embedding, say) is made dense here, unless somebody has asked to `keep_rows`: then what rows it
+has lie in `rows`, the flat gradient knows nothing of that parameter, and whoever asked applies them.
+
 Tied, frozen and unused parameters, several dtypes and sparse gradients are handled here and nowhere
 else. Refused: re-entrant checkpointing (a parameter's gradient would come in twice), weights that are
 not contiguous (channels-last), a model that is flat already.
@@ -99,6 +102,9 @@ class Flat:
         self._stretches: dict[Span, Tensor] = {}
         self._arrived: dict[str, Place] = {}
         self._complete = False
+        self._keeps_rows = False
+        self.rows: dict[int, Tensor] = {}
+        """This step's gradients that stayed sparse, coalesced, by the mark of their parameter."""
         self._arrival: Callable[[Place], None] | None = None
         self._this_backward: set[str] = set()
         if not self.is_meta:
@@ -149,6 +155,7 @@ class Flat:
     def open(self, arrival: Callable[[Place], None] | None = None) -> None:
         """Begin a step: nothing has arrived yet. `arrival` is told of each gradient, inside the backward pass."""
         self._arrived.clear()
+        self.rows.clear()
         self._arrival = arrival
         self.begin_backward()
 
@@ -159,11 +166,16 @@ class Flat:
     def put(self, place: Place, grad: Tensor) -> None:
         """Take in one parameter's gradient; a second one in the same step adds."""
         here = self.gradient_of(place)
-        if place.name in self._arrived:
+        earlier = self.rows.pop(place.mark, None)
+        if earlier is not None:
+            grad = grad + earlier
+        elif place.name in self._arrived:
             here.add_(grad)
             return
         self._arrived[place.name] = place
-        if grad.is_sparse:
+        if grad.is_sparse and self._keeps_rows:
+            self.rows[place.mark] = grad.coalesce()
+        elif grad.is_sparse:
             rows = grad.coalesce()
             here.zero_().index_add_(0, rows.indices()[0], rows.values())
         else:
@@ -241,6 +253,10 @@ class Flat:
         for part, memory in zip(self.parts, outgoing, strict=True):
             part.outgoing = memory
         self._gradients = self._gradient_views()
+
+    def keep_rows(self) -> None:
+        """Leave sparse gradients sparse from now on: they come to lie in `rows` and not in the flat gradient."""
+        self._keeps_rows = True
 
     def named(self) -> dict[str, Tensor]:
         """Every trainable parameter by name, copied."""

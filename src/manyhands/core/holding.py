@@ -55,6 +55,17 @@ class Moves(Protocol):
         """w <- w + rule(g), and a copy of it `into` other memory; `g` is only read."""
 
 
+@runtime_checkable
+class Skips(Protocol):
+    """A rule for which no gradient may mean no step, so that a sparse gradient need touch nothing but its rows.
+
+    That asks for a rule without memory: what fades, decays or is averaged moves with every update, gradient or not.
+    """
+
+    def can_skip(self) -> bool:
+        """Whether it may with its knobs."""
+
+
 def _part(x: Tensor, cut: slice) -> Tensor:
     return x if cut is ALL else x[cut]
 
@@ -161,6 +172,19 @@ class Holding:
             for memory in into:
                 memory.copy_(self.weights)
         self._into = ()
+
+    @torch.no_grad()
+    def update_rows(self, mark: int, grad: Tensor, at: At) -> None:
+        """Apply the rule to a sparse gradient of one parameter, coalesced: no other row is read or written."""
+        place = self.marks.index(mark)
+        _, start, stop = self._segments[place]
+        rows, g = grad.indices()[0], grad.values()
+        weights = self.weights[start:stop].view(-1, *g.shape[1:])
+        self.counts[place] += 1
+        at.weights, at.state, at.updates = weights[rows], {}, self.counts[place]
+        step = self.rule(g, at)
+        assert step is not None
+        weights.index_add_(0, rows, step)
 
     def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool, over: int = 1) -> None:
         if self.weights.is_meta:

@@ -70,7 +70,8 @@ class Outcome:
 
 def run_rank(job: Job, transport: Transport) -> Outcome:
     """The main program of one rank."""
-    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, batch_size=job.batch_size)
+    sizes = {"batch_size": job.batch_size, "data_size": len(job.task.data)}
+    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, **sizes)
     strategy = copy.deepcopy(job.strategy)
     if job.resume is not None:
         _load(w, job.resume)

@@ -34,7 +34,7 @@ class Stage:
     ) -> Tensor:
         """Run micro-batch `m`; the output (or the loss) stays known until `backward(m)`."""
         x = x.detach().requires_grad_() if x.is_floating_point() else x
-        self._w.seed_torch(m)
+        self._w.seed_torch(self._w.rank, self._w.step, m)
         with torch.enable_grad():
             out = self._run(x, weights)
             out = out if loss is None else loss(out)

@@ -39,10 +39,19 @@ class Worker:
         seed: of the job.
         steps: the job's budget in updates, for methods that plan ahead.
         batch_size: samples of one mini-batch.
+        data_size: samples of the whole data set; None if nobody knows.
     """
 
     def __init__(
-        self, transport: Transport, task: Task, model: nn.Module, *, seed: int, steps: int, batch_size: int
+        self,
+        transport: Transport,
+        task: Task,
+        model: nn.Module,
+        *,
+        seed: int,
+        steps: int,
+        batch_size: int,
+        data_size: int | None = None,
     ) -> None:
         self.transport = transport
         self.task = task
@@ -50,6 +59,7 @@ class Worker:
         self.seed = seed
         self.steps = steps
         self.batch_size = batch_size
+        self.data_size = data_size
         self.rank = transport.rank
         workers = transport.roles.count("worker")
         self.workers: Sequence[int] = range(workers)
@@ -88,8 +98,14 @@ class Worker:
 
     # -- computing --------------------------------------------------------------------------------
 
-    def gradient(self, batch: Batch, fired: Callable[[Span], None] | None = None) -> float:
-        """The loss of a mini-batch; its gradient is in the flat gradient afterwards."""
+    def gradient(
+        self, batch: Batch, fired: Callable[[Span], None] | None = None, origin: tuple[int, int, int] | None = None
+    ) -> float:
+        """The loss of a mini-batch; its gradient is in the flat gradient afterwards.
+
+        What is random in it depends on this rank and step, or on an `origin` that names another rank, step and key.
+        """
+        self.seed_torch(*(origin or (self.rank, self.step)))
         live = fired if not self.transport.plays else None
         loss = math.nan if self.task.sizes_only else self._run(batch, live)
         if not self.transport.plays:
@@ -105,7 +121,6 @@ class Worker:
         return loss
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
-        self.seed_torch()
         firing = Firing(self.flat.buckets(), self.flat.places, fired) if fired else None
         self.flat.open(None if firing is None else firing.arrived)
         value = self._differentiate(batch) if self.task.gradient is None else self._take_gradient(batch)
@@ -134,9 +149,9 @@ class Worker:
             self.flat.put(known[name], gradient)
         return value
 
-    def seed_torch(self, key: int = 0) -> None:
+    def seed_torch(self, rank: int, step: int, key: int = 0) -> None:
         """Make dropout and the like depend on (seed, rank, step) only, in every world and after a resume."""
-        torch.default_generator.manual_seed(hash((self.seed, self.rank, self.step, key)) % 2**63)
+        torch.default_generator.manual_seed(hash((self.seed, rank, step, key)) % 2**63)
 
     def checked(self, loss: Tensor) -> float:
         """The loss as a number, if it is one."""

@@ -47,6 +47,10 @@ class Sgd:
             g.add_(at.weights, alpha=self.weight_decay)
         return g.mul_(-rate_at(self.lr, at))
 
+    def can_skip(self) -> bool:
+        """Without decay no gradient is no step."""
+        return not self.weight_decay
+
     def can_move(self, weights: Tensor) -> bool:
         """Decay needs a pass of its own; in half precision torch would not round η g before it adds."""
         return not self.weight_decay and weights.is_cpu and weights.dtype in (torch.float32, torch.float64)

@@ -7,7 +7,12 @@ what   nothing is sent                          how   any Rule, straight into th
     w_v <- w_v - eta g_v  for v in the support
 
 Two workers that write the same number at once may lose one of the writes; that is part of the method.
-Parameters that a mini-batch did not touch are not written. A rule's memory is each worker's own.
+Parameters that a mini-batch did not touch are not written, and of a sparse gradient only its rows: workers whose
+samples have nothing in common then do not meet at all. Only plain SGD can do that; with a rule that remembers or decays
+every update moves all rows, so there sparse gradients are made dense. A rule's memory is each worker's own.
+
+With `snapshot` a worker copies the weights before it computes. It then sees one w from the first layer to the last and
+back, and reads what others write (which is slow, for their caches hold it) once per mini-batch.
 """
 
 from __future__ import annotations
@@ -15,13 +20,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
+from manyhands.core.flat import Part
 from manyhands.core.gather import gather
-from manyhands.core.holding import replica
+from manyhands.core.holding import Holding, Skips, replica
 from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
 from manyhands.core.saving import collect, join, own, pieces, restore, section, under
 from manyhands.core.worker import Worker
+from manyhands.topology.common import common_weights, read
 
 
 @dataclass
@@ -30,39 +35,46 @@ class SharedMemory:
 
     Args:
         rule: how a gradient is applied.
+        snapshot: compute on a private copy of the weights.
     """
 
     rule: Rule
+    snapshot: bool = False
     lockstep: ClassVar[bool] = False
     one_host: ClassVar[bool] = True
 
     def setup(self, w: Worker) -> None:
-        """The shared weights, filled by whoever comes first; each worker's rule with its own memory."""
-        t = w.transport
-        if not w.flat.is_meta:
-            with t.lock("weights"), torch.no_grad():
-                filled = t.shared("filled", 1, torch.uint8)
-                memory = [
-                    t.shared(f"weights{n}", p.weights.numel(), p.weights.dtype) for n, p in enumerate(w.flat.parts)
-                ]
-                if not filled.item():
-                    for shared, part in zip(memory, w.flat.parts, strict=True):
-                        shared.copy_(part.weights)
-                    filled.fill_(1)
-            w.flat.move_to(memory)
-        self.held = replica(w.flat, self.rule)
+        """The shared weights; the model's own are the same, or a copy; each worker's rule with its own memory."""
+        self.weights = common_weights(w)
+        if not self.snapshot:
+            w.flat.move_to(self.weights)
+        self.held = replica(w.flat, self.rule, self.weights)
+        if isinstance(self.rule, Skips) and self.rule.can_skip():
+            w.flat.keep_rows()
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Compute on whatever the weights are, write without asking."""
+        if self.snapshot:
+            read(w, self.weights)
         loss = w.gradient(batch)
         for part, held in zip(w.flat.parts, self.held, strict=True):
-            w.move(2 * part.weights.nbytes)
-            held.update(part.grad, At(held.weights, samples=w.samples), part.untouched())
+            self.write(w, part, held)
         return loss
+
+    def write(self, w: Worker, part: Part, held: Holding) -> None:
+        """Move the weights by a gradient: all that is dense, and the rows of what is sparse."""
+        rows = w.flat.rows
+        sparse = [place for place in part.places if place.mark in rows] if rows else []
+        skipped = sum(place.span.numel - rows[place.mark].values().numel() for place in sparse)
+        w.move(2 * (part.weights.nbytes - skipped * part.weights.element_size()))
+        untouched = part.untouched().union(place.mark for place in sparse)
+        held.update(part.grad, At(held.weights, samples=w.samples), untouched)
+        for place in sparse:
+            held.update_rows(place.mark, rows[place.mark], At(held.weights, samples=w.samples))
 
     def answer(self, w: Worker) -> Weights | None:
         """The shared weights, once everyone has stopped writing."""
-        return None if gather(w) is None else w.named()
+        return None if gather(w) is None else w.named(self.weights)
 
     def state(self, w: Worker) -> Saved | None:
         """What each worker's rule remembers."""

@@ -21,6 +21,7 @@ from manyhands.core.protocols import At, Rule, Saved
 from manyhands.core.saving import Piece, join, pieces
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives.group import Group
+from manyhands.topology.common import common_weights
 from manyhands.topology.servers.sharding import cut
 
 
@@ -30,25 +31,12 @@ class Pool:
     def __init__(self, w: Worker, rule: Rule) -> None:
         self._w = w
         self._group = Group(w.transport, w.workers, "pool")
-        self._take_in_weights()
+        w.flat.move_to(common_weights(w, "pool.weights"))
         self._gradients = [self._memory(rank) for rank in w.workers]
         w.flat.collect_in(self._gradients[self._group.place])
         shards = cut(w.flat, "size", len(w.workers), rule, at_most=True)
         mine = shards[self._group.place] if self._group.place < len(shards) else []
         self.held = [Holding(span, w.flat.weights(span), w.flat.places, rule) for span in mine]
-
-    @torch.no_grad()
-    def _take_in_weights(self) -> None:
-        """Whoever comes first brings the weights."""
-        t, parts = self._w.transport, self._w.flat.parts
-        with t.lock("pool"):
-            filled = t.shared("pool.filled", 1, torch.uint8)
-            memory = [t.shared(f"pool.weights{n}", p.weights.numel(), p.weights.dtype) for n, p in enumerate(parts)]
-            if not filled.item():
-                for shared, part in zip(memory, parts, strict=True):
-                    shared.copy_(part.weights)
-                filled.fill_(1)
-        self._w.flat.move_to(memory)
 
     def _memory(self, rank: int) -> list[Tensor]:
         """Where the gradient of a worker lies."""
