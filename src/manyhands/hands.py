@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from manyhands.core.budget import Budget, Each
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields
-from manyhands.core.protocols import Strategy, Transport
+from manyhands.core.protocols import Draws, Strategy, Transport
 from manyhands.splits.data import Share, mixed
 from manyhands.streams import PutTogether, Source, granted, rounds, source
 from manyhands.training import Training
@@ -161,7 +161,9 @@ class Hands:
             return last
         seed = mixed(seed, self._shares) if self._shares else seed
         self._shares += 1
-        self._share = Share(found.dataset, replica, replicas, found.batch_size, seed, found.put_together)
+        strategy = self._training.strategy
+        whole = isinstance(strategy, Draws) and strategy.draws_from_all
+        self._share = Share(found.dataset, replica, replicas, found.batch_size, seed, found.put_together, whole)
         return self._share
 
     def _walk(self, batches: Iterator[Any]) -> Iterator[Any]:

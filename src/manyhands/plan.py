@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.protocols import Batch, Checks, Divides, Remarks, Saves, Serves, Strategy, Transport
+from manyhands.core.protocols import Batch, Checks, Divides, Draws, Remarks, Saves, Serves, Strategy, Transport
 from manyhands.core.saving import Snapshot
 from manyhands.core.task import Task
 from manyhands.runtime.resuming import CHECKPOINTS, Terms, folder_of, refuse_to_mix, resumed
@@ -96,7 +96,8 @@ class Plan:
             while True:
                 yield ()
         replica = self.terms.replica(transport.rank)
-        share = Share(self.task.data, replica, self.replicas, self.batch_size, self.seed)
+        whole = isinstance(self.strategy, Draws) and self.strategy.draws_from_all
+        share = Share(self.task.data, replica, self.replicas, self.batch_size, self.seed, whole=whole)
         share.position = position
         while True:
             yield share.next_batch()

@@ -613,7 +613,9 @@ def on_one_host(*faults, workers=4):
     return mh.Cluster(workers=workers, hosts=1, faults=list(faults))
 
 
-@pytest.mark.parametrize("name", ["ssp", "downpour", "dc_asgd", "easgd asynchronous", "hogwild", "ad_psgd", "d_psgd", "gossip"])
+@pytest.mark.parametrize(
+    "name", ["ssp", "downpour", "dc_asgd", "easgd asynchronous", "hogwild", "ad_psgd", "d_psgd", "gossip"]
+)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_others_end_with_one_answer_when_a_worker_dies(name, rank):
     whole = Joined(METHODS[name](), looped(epochs=8), on_one_host()).simulation.seconds

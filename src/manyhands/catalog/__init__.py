@@ -1,12 +1,13 @@
 """The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has."""
 
-from manyhands.catalog import asynchronous, batch, delayed, local, peers, pipelines, stale, synchronous
+from manyhands.catalog import asynchronous, batch, delayed, local, peers, pipelines, quorum, stale, synchronous
 from manyhands.catalog.asynchronous import *  # noqa: F403
 from manyhands.catalog.batch import *  # noqa: F403
 from manyhands.catalog.delayed import *  # noqa: F403
 from manyhands.catalog.local import *  # noqa: F403
 from manyhands.catalog.peers import *  # noqa: F403
 from manyhands.catalog.pipelines import *  # noqa: F403
+from manyhands.catalog.quorum import *  # noqa: F403
 from manyhands.catalog.stale import *  # noqa: F403
 from manyhands.catalog.synchronous import *  # noqa: F403
 
@@ -17,6 +18,7 @@ __all__ = [
     *local.__all__,
     *peers.__all__,
     *pipelines.__all__,
+    *quorum.__all__,
     *stale.__all__,
     *synchronous.__all__,
 ]

@@ -66,6 +66,25 @@ class Skips(Protocol):
         """Whether it may with its knobs."""
 
 
+@runtime_checkable
+class Corrects(Protocol):
+    """A rule that begins with something that must look at each gradient by itself, before any mean."""
+
+    corrects: bool
+    """Whether it does with its knobs."""
+
+    def correct(self, g: Tensor, at: At) -> Tensor:
+        """What one gradient brings to the mean; may overwrite `g`."""
+
+    def step(self, g: Tensor, at: At) -> Tensor | None:
+        """The rest of the rule, applied to the mean."""
+
+
+def corrects(rule: Rule) -> bool:
+    """Whether a rule looks at each gradient by itself."""
+    return isinstance(rule, Corrects) and rule.corrects
+
+
 def _part(x: Tensor, cut: slice) -> Tensor:
     return x if cut is ALL else x[cut]
 
@@ -116,6 +135,7 @@ class Holding:
         self._whole = rule.elementwise and "owner" not in rule.needs
         self._mover = rule if self._whole and isinstance(rule, Moves) and rule.can_move(weights) else None
         self._into: Sequence[Tensor] = ()
+        self._each: list[tuple[At, Tensor | None]] = []
         self._block = BLOCK_BYTES // weights.element_size()
         if self._whole:
             self._states = [{} if weights.is_meta else self._fresh("", weights, allocate)]
@@ -160,18 +180,26 @@ class Holding:
         """Apply the rule to `g`, a gradient or the sum of `over` of them, which may be overwritten."""
         self._apply([g], at, untouched, copies=False, over=over)
 
-    def merge(self, gs: Sequence[Tensor], at: At, untouched: Collection[int] = (), into: Sequence[Tensor] = ()) -> None:
+    def merge(
+        self,
+        gs: Sequence[Tensor],
+        at: At,
+        untouched: Collection[int] = (),
+        into: Sequence[Tensor] = (),
+        each: Sequence[At] = (),
+    ) -> None:
         """Apply the rule to the mean of the gradients `gs`, summed in this order; they are only read.
 
         The weights are copied `into` other memories too, each block while it is still in the cache. One of them may
-        be `at.seen`: a block of it has been read by then.
+        be `at.seen`: a block of it has been read by then. A rule that corrects each gradient is told about `each`.
         """
         self._into = into if not untouched and self._whole else ()
+        self._each = [(one, one.seen) for one in each]
         self._apply(gs, at, untouched, copies=len(gs) > 1 or self._mover is None)
         if not self._into:
             for memory in into:
                 memory.copy_(self.weights)
-        self._into = ()
+        self._into, self._each = (), []
 
     @torch.no_grad()
     def update_rows(self, mark: int, grad: Tensor, at: At) -> None:
@@ -195,23 +223,29 @@ class Holding:
         seen = at.seen
         walks = copies or over > 1 or self._mover is None or bool(self._into)
         size = self._block if walks else self.weights.numel()
-        for cut, shape, state, updates in self._blocks(untouched, size):
-            g = self._mean(gs, cut) if copies else _part(gs[0], cut)
+        for block in self._blocks(untouched, size):
+            cut, shape, *_ = block
+            self._place(at, seen, block)
+            g = self._mean(gs, block) if copies else _part(gs[0], cut)
             if over > 1:
                 g.div_(over)
-            at.weights, at.state, at.updates = _part(self.weights, cut), state, updates
-            at.seen = None if seen is None else _part(seen, cut)
-            if shape is not None:
-                g, at.weights = g.view(shape), at.weights.view(shape)
-                at.seen = None if at.seen is None else at.seen.view(shape)
-            self._step(g, at, [_part(memory, cut) for memory in self._into])
+            self._step(g if shape is None else g.view(shape), at, [_part(memory, cut) for memory in self._into])
+
+    def _place(self, at: At, seen: Tensor | None, block: Block) -> None:
+        """Let `at` speak of one block."""
+        cut, shape, at.state, at.updates = block
+        at.weights = _part(self.weights, cut)
+        at.seen = None if seen is None else _part(seen, cut)
+        if shape is not None:
+            at.weights = at.weights.view(shape)
+            at.seen = None if at.seen is None else at.seen.view(shape)
 
     def _step(self, g: Tensor, at: At, into: list[Tensor]) -> None:
         if self._mover is not None:
             self._mover.move(g, at, into[0] if into else None)
             into = into[1:]
         else:
-            step = self.rule(g, at)
+            step = self.rule.step(g, at) if self._each and isinstance(self.rule, Corrects) else self.rule(g, at)
             if step is not None:
                 at.weights.add_(step)
         for memory in into:
@@ -243,15 +277,31 @@ class Holding:
                 counts[place] += 1
                 yield place, start, stop, counts[place]
 
-    def _mean(self, gs: Sequence[Tensor], cut: slice) -> Tensor:
+    def _mean(self, gs: Sequence[Tensor], block: Block) -> Tensor:
         """A block of the mean gradient, in memory of our own."""
-        block = self._scratch if cut is ALL else self._scratch[: cut.stop - cut.start]
+        if self._each:
+            return self._mean_of_corrected(gs, block)
+        cut = block[0]
+        mean = self._scratch if cut is ALL else self._scratch[: cut.stop - cut.start]
         if len(gs) == 1:
-            return block.copy_(_part(gs[0], cut))
-        torch.add(_part(gs[0], cut), _part(gs[1], cut), out=block)
+            return mean.copy_(_part(gs[0], cut))
+        torch.add(_part(gs[0], cut), _part(gs[1], cut), out=mean)
         for g in gs[2:]:
-            block.add_(_part(g, cut))
-        return block.div_(len(gs))
+            mean.add_(_part(g, cut))
+        return mean.div_(len(gs))
+
+    def _mean_of_corrected(self, gs: Sequence[Tensor], block: Block) -> Tensor:
+        """The same of gradients that are corrected one by one."""
+        assert isinstance(self.rule, Corrects)
+        cut, shape, *_ = block
+        total: Tensor | None = None
+        for g, (at, seen) in zip(gs, self._each, strict=True):
+            self._place(at, seen, block)
+            one = _part(g, cut).clone()
+            one = self.rule.correct(one if shape is None else one.view(shape), at)
+            total = one if total is None else total.add_(one)
+        assert total is not None
+        return total.div_(len(gs))
 
     @cached_property
     def _scratch(self) -> Tensor:

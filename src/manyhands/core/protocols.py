@@ -177,21 +177,42 @@ class Standing(NamedTuple):
     """Whether a gradient of this worker is still pending."""
 
 
+WAITING = Standing(clock=0, slowest=0, version=0, waiting=True)
+"""That of a worker whose gradient has not been applied yet."""
+
+
 class Consistency(Protocol):
     """When do workers agree? A few yes/no questions that a shard asks."""
 
-    scope: ClassVar[Literal["shard", "job"]]
     merges: ClassVar[bool]
     """Whether pending gradients make one update (their mean) or one update each."""
     bounds_clocks: ClassVar[bool]
     """Whether the lag it speaks of is the gap between clocks (else the age of a gradient in versions)."""
     tolerates_loss: ClassVar[bool]
 
+    @property
+    def scope(self) -> Literal["shard", "job"]:
+        """Whether every shard decides for itself, or the first one for all: whose gradients are the next update."""
+
     def ready(self, pending: int, alive: int) -> bool:
         """May the pending gradients be applied? `alive` counts whoever may have one pending."""
 
     def admit(self, me: Standing) -> bool:
         """May this worker read now?"""
+
+
+@runtime_checkable
+class Picks(Protocol):
+    """A consistency that depends on how many workers there are, and may not take every gradient."""
+
+    def among(self, workers: int) -> Consistency:
+        """The same for that many workers; refused if it makes no sense with them."""
+
+    def accept(self, lag: int, again: bool) -> bool:
+        """May a gradient take part that is this stale, and whose worker may have one pending already?"""
+
+    def most(self, workers: int) -> int:
+        """How many gradients may be pending together."""
 
 
 State = dict[str, Tensor]
@@ -301,6 +322,13 @@ class Divides(Protocol):
 
     def replicas(self, workers: int) -> int:
         """How many copies of the whole model these workers hold together."""
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """A strategy that may want its workers to see any sample, instead of a share of their own each."""
+
+    draws_from_all: bool
 
 
 @runtime_checkable

@@ -2,7 +2,8 @@
 
     g -> first -> g' -> second -> g'' -> last -> step
 
-A link that corrects a gradient gives a gradient again (it says `uphill`), such as a delay compensation does. What makes
+A link that corrects a gradient gives a gradient again (it says `uphill`), such as a delay compensation does; one that
+asks how late it is (it says `corrects`) sees each gradient before several are averaged. What makes
 a step of it (downhill, times η) comes after all of these, and a link that corrects a step, such as a decay, after that.
 The state of link i is kept under "i.", such as "0.m".
 
@@ -11,6 +12,7 @@ Reference: the idea of chained gradient transformations is that of optax, https:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -36,19 +38,37 @@ class Chain:
         refuse_unless(len(self.links) >= 1, "the number of rules in a chain", len(self.links), ">= 1")
         self.elementwise = all(rule.elementwise for rule in self.links)
         self.needs = frozenset[str]().union(*(rule.needs for rule in self.links))
+        self._first = len(list(takewhile(lambda link: getattr(link, "corrects", False), self.links[:-1])))
+
+    @property
+    def corrects(self) -> bool:
+        """Whether it begins with links that look at each gradient by itself, before any mean."""
+        return self._first > 0
 
     def init(self, weights: Tensor) -> State:
         """The states of all links under their numbers."""
         return {f"{i}.{name}": x for i, rule in enumerate(self.links) for name, x in rule.init(weights).items()}
 
     def __call__(self, g: Tensor, at: At) -> Tensor | None:
-        *first, last = range(len(self.links))
-        for i in first:
+        return self.step(self.correct(g, at), at)
+
+    def correct(self, g: Tensor, at: At) -> Tensor:
+        """What the first links make of one gradient, if they must see it alone."""
+        return self._in_turn(range(self._first), g, at)
+
+    def step(self, g: Tensor, at: At) -> Tensor | None:
+        """What the others make of it, or of the mean of several."""
+        *others, last = range(self._first, len(self.links))
+        return self._apply(last, self._in_turn(others, g, at), at)
+
+    def _in_turn(self, numbers: Iterable[int], g: Tensor, at: At) -> Tensor:
+        for i in numbers:
             given = self._apply(i, g, at)
             if given is None:
+                last = len(self.links) - 1
                 raise Refused(f"rule {i} of a chain moved the weights itself, but only the last (rule {last}) may")
             g = given
-        return self._apply(last, g, at)
+        return g
 
     def _apply(self, i: int, g: Tensor, at: At) -> Tensor | None:
         own = _own(i, at.state)

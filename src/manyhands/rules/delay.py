@@ -8,7 +8,7 @@
     AdaptiveDamping     g / (1 + (w - w_k)² / γ)
 
 All are element by element and give a gradient, so they stand in a chain before what makes the step of it; momentum,
-decay and clipping come after them.
+decay and clipping come after them. Of several gradients that make one update each is corrected by itself.
 
 Reference: S. Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017,
 https://arxiv.org/abs/1609.08326; W. Zhang, S. Gupta, X. Lian, J. Liu, "Staleness-aware Async-SGD", 2016,
@@ -60,6 +60,7 @@ class DelayCompensation:
 
     elementwise = True
     uphill = True
+    corrects = True
     needs = SEEN
 
     def __post_init__(self) -> None:
@@ -89,6 +90,7 @@ class StalenessAware:
 
     elementwise = True
     uphill = True
+    corrects = True
     needs = frozenset[str]()
 
     def init(self, weights: Tensor) -> State:
@@ -105,6 +107,7 @@ class AgeAware:
 
     elementwise = True
     uphill = True
+    corrects = True
     needs = frozenset[str]()
 
     def init(self, weights: Tensor) -> State:
@@ -127,6 +130,7 @@ class AdaptiveDamping:
 
     elementwise = True
     uphill = True
+    corrects = True
     needs = SEEN
 
     def __post_init__(self) -> None:

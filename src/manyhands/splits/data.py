@@ -7,6 +7,7 @@ fresh order; mini-batches are cut from that endless walk, so that each of them i
                                              |-----|-----------|-----|-------
     batch                                       0       1         2      3
 
+If all shall see everything, each rank walks over all samples in an order of its own.
 The order of a pass depends on (seed, rank, pass) and on nothing else. So the position in the walk is one
 number, the count of batches drawn, and a resumed run goes on from it at once.
 """
@@ -35,6 +36,7 @@ class Share:
         batch_size: samples per mini-batch.
         seed: with the rank, decides the order of every pass.
         put_together: makes a mini-batch of a list of samples; by default a tuple of tensors, or it is refused.
+        whole: whether every rank owns all samples, each in an order of its own.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Share:
         batch_size: int,
         seed: int,
         put_together: Callable[[list[Any]], Any] | None = None,
+        whole: bool = False,
     ) -> None:
         samples = len(dataset)
         refuse_unless(batch_size >= 1, "batch_size", batch_size, ">= 1")
@@ -57,7 +60,8 @@ class Share:
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
-        self.owned = len(range(rank, samples, size))
+        self._mine = range(samples) if whole else range(rank, samples, size)
+        self.owned = len(self._mine)
         self._put_together = put_together or collate
         self._tensors = tensors_of(dataset) if put_together is None else None
         self._pass = -1
@@ -98,7 +102,7 @@ class Share:
         """The owned samples in the order of one pass; the newest is remembered."""
         if number != self._pass:
             generator = torch.Generator().manual_seed(mixed(self.seed, self.rank, number))
-            self._order = torch.randperm(self.owned, generator=generator) * self.size + self.rank
+            self._order = torch.randperm(self.owned, generator=generator) * self._mine.step + self._mine.start
             self._pass = number
         return self._order
 

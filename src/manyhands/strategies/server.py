@@ -31,10 +31,16 @@ from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather
 from manyhands.core.meeting import meet
-from manyhands.core.protocols import Batch, Codec, Consistency, Rule, Saved, Weights
+from manyhands.core.protocols import WAITING, Batch, Codec, Consistency, Picks, Rule, Saved, Weights
 from manyhands.core.saving import add, collect, inherited, join, named, section, under
 from manyhands.core.worker import Worker
-from manyhands.topology.servers import Lane, Sharding, check_servers, connect, read_outcome, serve
+from manyhands.topology.servers import Lane, Sharding, check_servers, connect, read_outcome, serve, waves
+from manyhands.topology.servers.inbox import Payload
+
+
+def among(when: Consistency, workers: int) -> Consistency:
+    """What it means with that many workers."""
+    return when.among(workers) if isinstance(when, Picks) else when
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Server:
         phase: whether a period begins or ends with its push.
         local_lr: alpha, the learning rate of local steps between fetches.
         push_mean: push the mean of the accrued gradients instead of their sum.
+        draws_from_all: whether every worker may see any sample, instead of having a share of its own.
     """
 
     when: Consistency
@@ -64,6 +71,7 @@ class Server:
     phase: Literal["start", "end"] = "start"
     local_lr: float = 0.0
     push_mean: bool = False
+    draws_from_all: bool = False
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -72,21 +80,25 @@ class Server:
         refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")
         if self.phase not in ("start", "end"):
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
-        if self.when.merges and "seen" in self.rule.needs:
+        if self.when.merges and "seen" in self.rule.needs and self.when.admit(WAITING):
             raise Refused(
                 f"{self.rule} needs the weights that each gradient was computed at, "
-                f"but {self.when} makes one gradient of several"
+                f"but with {self.when} its worker may have read others before it is applied"
             )
         self.lockstep = not self.when.tolerates_loss
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """There must be something to keep for every server."""
+        """There must be something to keep for every server, and workers enough to make an update."""
         check_servers(servers, model)
+        among(self.when, workers)
 
     def setup(self, w: Worker) -> None:
         """Lanes to the shards; codec memory in parameter coordinates; what is not yet pushed, of how many steps."""
+        self.when = among(self.when, len(w.workers))
         self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec)
+        self.waves = waves(self.lanes, self.when)
         self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
+        self.pushed: list[tuple[Lane, Payload]] = []
         self.accrued: list[Tensor] | None = None
         self.accruals = 0
         self.untouched: frozenset[int] = frozenset()
@@ -109,11 +121,13 @@ class Server:
 
     def pull(self, w: Worker) -> None:
         """Read all shards; each may keep us waiting until it admits us."""
-        for lane in self.lanes:
-            lane.ask()
-        for lane in self.lanes:
-            lane.pull([w.flat.weights(span) for span in lane.spans])
+        for wave in self.waves:
+            for lane in wave:
+                lane.ask()
+            for lane in wave:
+                lane.pull([w.flat.weights(span) for span in lane.spans])
         w.lag = max(lane.lag for lane in self.lanes)
+        self.take_back(w)
 
     def pushes_at(self, step: int) -> bool:
         """Whether this step ends with a push."""
@@ -145,7 +159,20 @@ class Server:
             grads = [g.div_(steps) for g in grads]
         for lane in self.lanes:
             into = [w.flat.weights(span) for span in lane.spans] if self.simple else ()
-            lane.push([self.encode(w, grads[span.part], span) for span in lane.spans], untouched, into, steps)
+            payload = [self.encode(w, grads[span.part], span) for span in lane.spans]
+            lane.push(payload, untouched, into, steps)
+            if self.remainders():
+                self.pushed.append((lane, payload))
+
+    @torch.no_grad()
+    def take_back(self, w: Worker) -> None:
+        """What was not accepted goes into the codec's memory, to be sent with the next gradient."""
+        for lane, payload in self.pushed:
+            for span, tensors in zip(lane.spans, payload, strict=True) if lane.refused else ():
+                lost = torch.empty_like(w.flat.weights(span))
+                self.codec.decode(tensors, lost)
+                self.remainders()[span.part][span.start : span.stop].add_(lost)
+        self.pushed = []
 
     def encode(self, w: Worker, grad: Tensor, span: Span) -> tuple[Tensor, ...]:
         """What travels for one span; of a model of sizes only that many bytes."""
@@ -167,7 +194,7 @@ class Server:
 
     def serve(self, w: Worker) -> None:
         """Keep a shard."""
-        serve(w, self.shard, self.when, self.rule, self.codec)
+        serve(w, self.shard, among(self.when, len(w.workers)), self.rule, self.codec)
 
     def answer(self, w: Worker) -> Weights | None:
         """What the shards hold when everyone is done."""

@@ -12,42 +12,55 @@ from functools import partial
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
-from manyhands.core.holding import Holding
-from manyhands.core.protocols import Codec, Consistency, Rule
+from manyhands.core.holding import Holding, corrects
+from manyhands.core.protocols import WAITING, Codec, Consistency, Rule
 from manyhands.core.worker import Worker
+from manyhands.topology.servers.inbox import Kept, pending_slots
 from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
 from manyhands.topology.servers.shard import Shard
-from manyhands.topology.servers.sharding import Sharding, check_servers, cut
+from manyhands.topology.servers.sharding import Sharding, Shards, check_servers, cut
 from manyhands.topology.servers.shared import shared_lanes
 
 SMALL = 256 * 1024
 """Bytes of a shard that is not worth cutting further inside a host."""
 
-__all__ = ["Lane", "Sharding", "check_servers", "connect", "read_outcome", "serve"]
+__all__ = ["Lane", "Sharding", "check_servers", "connect", "read_outcome", "serve", "waves"]
 
 
 def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> list[Lane]:
     """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
     me = w.workers.index(w.rank)
     lanes: list[Lane]
+    together = when.scope == "job"
     if w.servers:
-        shards = cut(w.flat, how, len(w.servers), rule)
-        lanes = [MessageLane(w, rank, spans) for rank, spans in zip(w.servers, shards, strict=True)]
+        lanes = _message_lanes(w, w.servers, cut(w.flat, how, len(w.servers), rule), together)
     else:
         one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
         if one_host and "owner" not in rule.needs and not w.flat.is_meta:
-            shards = cut(w.flat, how, _worth_sharing(w), rule, at_most=True)
+            shards = cut(w.flat, how, 1 if together else _worth_sharing(w), rule, at_most=True)
             lanes = list(shared_lanes(w, shards, when, rule, codec))
         else:
             shards = cut(w.flat, how, len(w.workers), rule, at_most=True)
             keepers = w.workers[: len(shards)]
-            lanes = [MessageLane(w, rank, spans) for rank, spans in zip(keepers, shards, strict=True)]
+            lanes = _message_lanes(w, keepers, shards, together)
             if me < len(shards):
                 w.transport.spawn(_keeper(w, keepers, shards[me], when, rule, codec).serve)
-    start = me % len(lanes)
+    start = 0 if together else me % len(lanes)
     return lanes[start:] + lanes[:start]
+
+
+def _message_lanes(w: Worker, keepers: Sequence[int], shards: Shards, together: bool) -> list[Lane]:
+    """Lanes to shards that decide each for itself, or `together`: then all but the first follow that one."""
+    first = MessageLane(w, keepers[0], shards[0])
+    after = first if together else None
+    return [first, *(MessageLane(w, *one, after) for one in zip(keepers[1:], shards[1:], strict=True))]
+
+
+def waves(lanes: list[Lane], when: Consistency) -> list[list[Lane]]:
+    """Which lanes can be read at once, one wave after the other."""
+    return [lanes] if when.scope == "shard" else [lanes[:1], lanes[1:]]
 
 
 def _worth_sharing(w: Worker) -> int:
@@ -80,6 +93,11 @@ def _keeper(
     own = partial(Holding, places=w.flat.places, rule=rule, knows_seen=True)
     weights = [w.flat.weights(span) for span in spans]
     holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]
-    ledger = Ledger(len(w.workers), 0)
+    workers = len(w.workers)
+    ledger = Ledger(
+        workers, 0, slots=pending_slots(when, workers) + workers
+    )  # a shard that follows may have to keep more
     seen = [[x.clone() for x in weights] for _ in w.workers] if "seen" in rule.needs else ()
-    return Keeper(w, Shard(holdings, when, ledger, LentInbox(codec), w.batch_size, seen), keepers)
+    keeps = when.merges and (corrects(rule) or when.admit(WAITING))
+    inbox = Kept(codec, weights) if keeps else LentInbox(codec)
+    return Keeper(w, Shard(holdings, when, ledger, inbox, w.batch_size, seen), keepers)

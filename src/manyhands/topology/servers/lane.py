@@ -10,7 +10,7 @@ from torch import Tensor
 from manyhands.core.flat import Span
 from manyhands.core.protocols import Saved
 from manyhands.core.saving import Piece
-from manyhands.topology.servers.shard import Payload
+from manyhands.topology.servers.inbox import Payload
 
 
 class Lane(Protocol):
@@ -19,6 +19,8 @@ class Lane(Protocol):
     spans: list[Span]
     lag: int
     """How stale this worker's last read or push was."""
+    refused: bool
+    """Whether the gradient that was pushed before the last read was not accepted."""
 
     def ask(self) -> None:
         """Say that a read is coming; asking all shards first saves waiting for one after the other."""

@@ -7,7 +7,9 @@ moves on, which costs one comparison per push on average.
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
+from collections.abc import MutableSequence, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from manyhands.core.protocols import Standing
 
@@ -17,6 +19,15 @@ NEVER = 2**62
 _VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _BATCHES = range(8)
 _HEAD = 8
 _ROWS = 6
+_SLOT_ROWS = 2
+
+
+class Pending(NamedTuple):
+    """A gradient that has not been applied: whose it is, where it lies, the version it was computed at."""
+
+    worker: int
+    slot: int
+    seen: int
 
 
 class Ledger:
@@ -25,24 +36,31 @@ class Ledger:
     Args:
         workers: how many there are.
         counts: how many update counts to keep beside them.
-        cells: memory for `Ledger.size(workers, counts)` integers, all zero when new.
+        slots: how many gradients may be pending together; one of each worker, if not given.
+        cells: memory for `Ledger.size(workers, counts, slots)` integers, all zero when new.
     """
 
-    def __init__(self, workers: int, counts: int, cells: MutableSequence[int] | None = None) -> None:
+    def __init__(
+        self, workers: int, counts: int, slots: int | None = None, cells: MutableSequence[int] | None = None
+    ) -> None:
+        slots = slots or workers
         fresh = cells is None
-        cells = [0] * self.size(workers, counts) if cells is None else cells
+        cells = [0] * self.size(workers, counts, slots) if cells is None else cells
         rows = [cells[_HEAD + row * workers : _HEAD + (row + 1) * workers] for row in range(_ROWS)]
+        after = _HEAD + _ROWS * workers
         self._head = cells[:_HEAD]
-        self.clock, self.waiting, self.parked, self.lag, self.seen, self._pending = rows
-        self.counts = cells[_HEAD + _ROWS * workers :]
+        self.clock, self.waiting, self.parked, self.lag, self.wanted, self.refused = rows
+        self._owner, self._seen = (cells[after + row * slots : after + (row + 1) * slots] for row in range(_SLOT_ROWS))
+        self.counts = cells[after + _SLOT_ROWS * slots :]
         self.workers = workers
+        self.slots = slots
         if fresh:
             self.begin()
 
     @staticmethod
-    def size(workers: int, counts: int) -> int:
+    def size(workers: int, counts: int, slots: int) -> int:
         """How many integers a ledger needs."""
-        return _HEAD + _ROWS * workers + counts
+        return _HEAD + _ROWS * workers + _SLOT_ROWS * slots + counts
 
     def begin(self) -> None:
         """Everyone is alive at clock 0."""
@@ -92,21 +110,33 @@ class Ledger:
         """How many gradients have not been applied."""
         return self._head[_PENDING]
 
-    def add_pending(self, i: int, seen: int = 0, batches: int = 1) -> None:
-        """A gradient of worker `i` has come in, of so many mini-batches, computed at version `seen`."""
-        self.seen[i] = seen
-        self._pending[self.pending] = i
+    def add_pending(self, i: int, seen: int = 0) -> int:
+        """A gradient of worker `i` has come in, computed at version `seen`; returns the slot it has from now on."""
+        slot = 0
+        while self._owner[slot]:
+            slot += 1
+        self._owner[slot], self._seen[slot] = i + 1, seen
         self._head[_PENDING] += 1
-        self._head[_BATCHES] += batches
-        self.waiting[i] = 1
+        self.waiting[i] += 1
+        return slot
 
-    def take_pending(self) -> list[int]:
-        """Whose gradients are to be applied, in the order of ranks; from now on none is pending."""
-        taken = sorted(self._pending[n] for n in range(self.pending))
-        self._head[_PENDING] = self._head[_LEFT_BEHIND] = 0
-        for i in taken:
-            self.waiting[i] = 0
-        return taken
+    def all_pending(self) -> list[Pending]:
+        """In the order of ranks, and of one rank in the order they came."""
+        owned = ((owner, slot) for slot, owner in enumerate(self._owner) if owner)
+        found = sorted(islice(owned, self.pending))  # they lie in the lowest slots, so this does not look far
+        return [Pending(owner - 1, slot, self._seen[slot]) for owner, slot in found]
+
+    def take(self, some: Sequence[Pending]) -> None:
+        """These are applied, or dropped: from now on they are not pending."""
+        for i, slot, _ in some:
+            self._owner[slot] = 0
+            self.waiting[i] -= 1
+            self._head[_LEFT_BEHIND] -= self.has_left(i)
+        self._head[_PENDING] -= len(some)
+
+    def has_left(self, i: int) -> bool:
+        """Whether worker `i` is gone."""
+        return self.clock[i] == NEVER
 
     def standing(self, i: int) -> Standing:
         """Where worker `i` stands."""
@@ -118,7 +148,7 @@ class Ledger:
 
     def leave(self, i: int) -> bool:
         """Worker `i` is gone; says whether the slowest clock moved."""
-        if self.clock[i] == NEVER:
+        if self.has_left(i):
             return False
         self._head[_ALIVE] -= 1
         self._head[_LEFT_BEHIND] += self.waiting[i]
@@ -127,7 +157,7 @@ class Ledger:
 
     def join(self, i: int) -> None:
         """Worker `i` is back, at the slowest clock; the first one begins at 0 again."""
-        if self.clock[i] != NEVER:
+        if not self.has_left(i):
             return
         if not self.alive:
             self._head[_SLOWEST] = self._head[_AT_SLOWEST] = 0

@@ -1,7 +1,7 @@
 """A shard reached by messages: the loop of the rank that keeps it, and a worker's lane to it.
 
 worker                          keeper
-  ASK   ------------------------>  pull: admitted? parked?
+  ASK (at least this version) -->  pull: admitted? parked?
   <-----------------  WEIGHTS (version, lag)
   PUSH (version seen) ---------->  push: apply, free the parked
   DONE  ------------------------>  leave
@@ -13,10 +13,17 @@ Around a checkpoint workers rest: they have left, but will be back.
   FINAL, SAVE ------------------>  answered when all rest: the weights, STATE
   JOIN  ------------------------>  back at the slowest clock, answered READY
   RESTORE ---------------------->  remember what was saved, answered READY
+
+If one shard decides for all, its keeper tells the others whose gradients made an update, and they follow:
+
+  first keeper  ORDER (workers) ----------------->  other keepers
+
+Workers then ask the first before the others, and want from those at least the version they have seen there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,15 +34,17 @@ from manyhands.core.flat import Span
 from manyhands.core.protocols import Codec, Message, Meta, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.shard import Payload, Shard
+from manyhands.topology.servers.inbox import Payload
+from manyhands.topology.servers.shard import Shard
 
 ASK, DONE, FINAL = Tag("ask", carries="nothing"), Tag("done", carries="nothing"), Tag("final", carries="nothing")
 PUSH, WEIGHTS = Tag("push", carries="vectors"), Tag("weights", carries="floats")
 EXCHANGE, MOVED = Tag("exchange", carries="floats"), Tag("moved", carries="floats")
 REST, JOIN, READY = Tag("rest", carries="nothing"), Tag("join", carries="nothing"), Tag("ready", carries="nothing")
 SAVE, STATE, RESTORE = Tag("save", carries="nothing"), Tag("state"), Tag("restore")
+ORDER = Tag("next-update", credit=64, carries="nothing")
 
-AT_WORK = PUSH, ASK, EXCHANGE, DONE, REST, JOIN, RESTORE
+AT_WORK = PUSH, ASK, EXCHANGE, DONE, REST, JOIN, RESTORE, ORDER
 AT_REST = FINAL, SAVE
 """What a keeper answers at any time, and what it answers only while everyone rests."""
 
@@ -47,17 +56,17 @@ class LentInbox:
         self._codec = codec
         self._lent: dict[int, tuple[Payload, frozenset[int], Callable[[], None]]] = {}
 
-    def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
+    def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Keep the message."""
-        self._lent[i] = payload, frozenset(untouched), release
+        self._lent[slot] = payload, frozenset(untouched), release
 
-    def write(self, i: int, place: int, out: Tensor) -> None:
+    def write(self, slot: int, place: int, out: Tensor) -> None:
         """Decode straight from the message."""
-        self._codec.decode(self._lent[i][0][place], out)
+        self._codec.decode(self._lent[slot][0][place], out)
 
-    def take(self, i: int) -> frozenset[int]:
+    def take(self, slot: int) -> frozenset[int]:
         """Release the message."""
-        _, untouched, release = self._lent.pop(i)
+        _, untouched, release = self._lent.pop(slot)
         release()
         return untouched
 
@@ -72,6 +81,11 @@ class Keeper:
         self._keepers = keepers
         self._number = {rank: i for i, rank in enumerate(w.workers)}
         self._resting: set[int] = set()
+        if shard.when.scope == "job":
+            if w.rank == keepers[0]:
+                shard.announce = self._order
+            else:
+                shard.orders = deque()
 
     def serve(self) -> None:
         """Answer workers until all are done, then the one who reads the outcome."""
@@ -81,8 +95,20 @@ class Keeper:
             except PeerLost as loss:
                 self._lose(loss)
             else:
-                self._handle(message, self._number[message.frm])
+                self._handle(message)
         self._serve_reader()
+
+    def _order(self, workers: Sequence[int]) -> None:
+        for rank in self._keepers[1:]:
+            self._t.send(rank, ORDER, tuple(workers))
+
+    def _catch_up(self, version: int) -> None:
+        """Follow the shard that decides until this version, which somebody has seen there."""
+        while self._shard.ledger.version < version:
+            try:
+                self._handle(recv(self._t, ORDER))
+            except PeerLost as loss:
+                self._lose(loss)
 
     def _lose(self, loss: PeerLost) -> None:
         if loss.rank in self._keepers:
@@ -96,23 +122,28 @@ class Keeper:
         while self._t.role == "worker" or self._t.peers("worker"):
             lead = self._w.lead
             try:
-                recv(self._t, FINAL, frm=lead)
+                message = recv(self._t, FINAL, frm=lead)
             except PeerLost as loss:
                 if loss.rank in self._keepers:
                     raise
             else:
+                self._catch_up(*message.meta)
                 self._send_weights(lead)
                 return
 
-    def _handle(self, message: Message, i: int) -> None:
+    def _handle(self, message: Message) -> None:
         shard, tag = self._shard, message.tag
+        if tag == ORDER:
+            self._answer(shard.follow(message.meta))
+            return
+        i = self._number[message.frm]
         if tag == PUSH:
             seen, untouched, lengths, batches = message.meta
             payload = _regroup(message.tensors, lengths)
             self._w.move(shard.nbytes)
             self._answer(shard.push(i, payload, seen, untouched, message.release, batches=batches))
         elif tag == ASK:
-            if shard.pull(i):
+            if shard.pull(i, *message.meta):
                 self._answer([i])
         elif tag == EXCHANGE:
             self._w.move(2 * shard.nbytes)
@@ -130,11 +161,14 @@ class Keeper:
             self._resting.add(i)
             self._answer(shard.leave(i))
         elif tag == FINAL:
+            self._catch_up(*message.meta)
             self._send_weights(message.frm)
         elif tag == SAVE:
+            self._catch_up(*message.meta)
             found = shard.pieces(self._w.flat.places)
             names, starts = tuple(piece.name for piece in found), tuple(piece.start for piece in found)
-            self._t.send(message.frm, STATE, (names, starts), [piece.values for piece in found])
+            meta = shard.ledger.version, names, starts
+            self._t.send(message.frm, STATE, meta, [piece.values for piece in found])
         else:
             if tag == JOIN:
                 self._resting.discard(i)
@@ -155,32 +189,41 @@ class Keeper:
         """Send a copy: the shard goes on changing its own weights."""
         ledger, i = self._shard.ledger, self._number[rank]
         copies = [h.weights if h.weights.is_meta else h.weights.clone() for h in self._shard.holdings]
-        self._t.send(rank, WEIGHTS, (ledger.version, ledger.lag[i]), copies)
+        self._t.send(rank, WEIGHTS, (ledger.version, ledger.lag[i], ledger.refused[i]), copies)
+        ledger.refused[i] = 0
         return copies
 
 
 class MessageLane:
-    """A worker's lane to a shard kept by another rank, or by another activity of its own."""
+    """A worker's lane to a shard kept by another rank, or by another activity of its own.
 
-    def __init__(self, w: Worker, keeper: int, spans: list[Span]) -> None:
+    `first` is the lane to the shard that decides, if this one follows: it must be read before.
+    """
+
+    def __init__(self, w: Worker, keeper: int, spans: list[Span], first: MessageLane | None = None) -> None:
         self.spans = spans
         self.lag = 0
+        self.refused = False
+        self._first = first
         self._t = w.transport
         self._places = w.flat.places
         self._keeper = keeper
         self._version = 0
 
     def ask(self) -> None:
-        self._t.send(self._keeper, ASK)
+        self._t.send(self._keeper, ASK, self._wanted)
+
+    @property
+    def _wanted(self) -> Meta:
+        """The version that this lane's shard must have come to."""
+        return (0 if self._first is None else self._first._version,)
 
     def pull(self, into: Sequence[Tensor]) -> None:
-        self._version, self.lag = self._take(into)
-
-    def _take(self, into: Sequence[Tensor]) -> Meta:
         message = recv(self._t, WEIGHTS, frm=self._keeper)
         _copy(message.tensors, into)
         message.release()
-        return message.meta
+        self._version, self.lag, refused = message.meta
+        self.refused = bool(refused)
 
     def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1) -> None:
         lengths = tuple(len(tensors) for tensors in payload)
@@ -202,9 +245,9 @@ class MessageLane:
         recv(self._t, READY, frm=self._keeper)
 
     def state(self) -> list[Piece]:
-        self._t.send(self._keeper, SAVE)
+        self._t.send(self._keeper, SAVE, self._wanted)
         message = recv(self._t, STATE, frm=self._keeper)
-        names, starts = message.meta
+        self._version, names, starts = message.meta
         return [Piece(*one) for one in zip(names, starts, message.keep(), strict=True)]
 
     def restore(self, saved: Saved) -> None:
@@ -214,8 +257,8 @@ class MessageLane:
         recv(self._t, READY, frm=self._keeper)
 
     def final(self, into: Sequence[Tensor]) -> None:
-        self._t.send(self._keeper, FINAL)
-        self._take(into)
+        self._t.send(self._keeper, FINAL, self._wanted)
+        self.pull(into)
 
 
 @torch.no_grad()

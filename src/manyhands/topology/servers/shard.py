@@ -1,7 +1,8 @@
 """Shard: a stretch of the weights, who stands where, and the decisions of a Consistency.
 
-    push(i, g)   pending <- pending + g;  if ready: w <- w + rule(mean or each), version += 1
+    push(i, g)   accepted: pending <- pending + g;  if ready: w <- w + rule(mean or each), version += 1
     pull(i)      if admitted: read, else park until a push or a departure frees i
+    follow(o)    if another shard decides: the next update is made of one gradient of each worker in o
     exchange(x)  e = alpha (x - w);  w <- w + e;  e goes back        (the elastic move)
 
 A gradient's staleness is the version it is applied to minus the version its worker had read, which comes with the
@@ -15,75 +16,25 @@ the order of ranks, so a bulk result does not depend on who came first.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Place
-from manyhands.core.holding import Holding
-from manyhands.core.protocols import At, Consistency, Saved
+from manyhands.core.holding import Holding, corrects
+from manyhands.core.protocols import At, Consistency, Picks, Saved
 from manyhands.core.saving import Piece, pieces, restore
-from manyhands.topology.servers.ledger import Ledger
-
-Payload = Sequence[Sequence[Tensor]]
-"""An encoded gradient: for every span of a shard what its codec made of it."""
-
+from manyhands.topology.servers.inbox import Lent, Lying, Means, Payload
+from manyhands.topology.servers.ledger import Ledger, Pending
 
 NOBODY: tuple[int, Sequence[Tensor]] = 0, ()
 """Who has just pushed, and the memory it wants the weights in: nobody, none."""
 
 SAMPLES = ":samples"
 """How many samples have come in, among what a shard saves."""
-
-
-class Inbox(Protocol):
-    """Where pushed gradients are until they are applied."""
-
-    def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
-        """Take in what worker `i` pushed."""
-
-    def take(self, i: int) -> frozenset[int]:
-        """Worker `i`'s gradient is about to be applied: the parameters it had not touched."""
-
-
-class Lent(Inbox, Protocol):
-    """An inbox of gradients that go back to their senders with `take`."""
-
-    def write(self, i: int, place: int, out: Tensor) -> None:
-        """Write worker `i`'s gradient for the shard's `place`-th holding."""
-
-
-@runtime_checkable
-class Lying(Inbox, Protocol):
-    """An inbox of gradients that lie still until they have been applied."""
-
-    def gradients(self, group: list[int], place: int) -> list[Tensor]:
-        """The gradients of the workers `group` for the shard's `place`-th holding, to be read where they lie."""
-
-
-class Means:
-    """Of lent gradients, which go back before they are applied, the mean remains."""
-
-    def __init__(self, inbox: Lent, holdings: list[Holding], merges: bool) -> None:
-        self._inbox = inbox
-        self._sum = [torch.empty_like(h.weights) for h in holdings]
-        self._one = [torch.empty_like(h.weights) for h in holdings] if merges else []
-
-    @torch.no_grad()
-    def gradients(self, group: list[int], place: int) -> list[Tensor]:
-        """The mean of the gradients of `group`, summed in rank order."""
-        g = self._sum[place]
-        if not g.is_meta:
-            self._inbox.write(group[0], place, g)
-            for i in group[1:]:
-                self._inbox.write(i, place, self._one[place])
-                g.add_(self._one[place])
-            if len(group) > 1:
-                g.div_(len(group))
-        return [g]
 
 
 class Shard:
@@ -103,8 +54,8 @@ class Shard:
         self.ledger = ledger
         self._inbox = inbox
         self._batch_size = batch_size
-        lying = inbox if isinstance(inbox, Lying) else Means(inbox, holdings, when.merges)
-        self._gradients = lying.gradients
+        self._accept = when.accept if isinstance(when, Picks) else None
+        self._gradients = (inbox if isinstance(inbox, Lying) else Means(inbox, holdings, when.merges)).gradients
         self.nbytes = sum(h.weights.nbytes for h in holdings)
         self.seen = list(seen)
         """For every worker the weights it read last, a tensor per holding; nothing if the rule does not need them."""
@@ -113,13 +64,17 @@ class Shard:
         """Whether this update hands the weights on to whoever asks for them."""
         self.copied = -1
         """The version that the last push copied into the memory of its worker; -1 if it copied nothing."""
+        self.orders: deque[Sequence[int]] | None = None
+        """Whose gradients make the next updates, if another shard decides that."""
+        self.announce: Callable[[Sequence[int]], None] | None = None
+        """Tell others whose gradients made an update, if this shard decides for them."""
 
-    def pull(self, i: int) -> bool:
-        """May worker `i` read now? If not, it is parked."""
+    def pull(self, i: int, at_least: int = 0) -> bool:
+        """May worker `i` read now, and is this version there? If not, it is parked."""
         ledger = self.ledger
         me = ledger.standing(i)
-        if not self.when.admit(me):
-            ledger.parked[i] = 1
+        if not self.when.admit(me) or me.version < at_least:
+            ledger.parked[i], ledger.wanted[i] = 1, at_least
             return False
         if self.when.bounds_clocks:
             ledger.lag[i] = max(0, me.clock - me.slowest)
@@ -140,14 +95,25 @@ class Shard:
         If it is applied at once and its worker may read on, the weights are copied `into` its memory on the way.
         """
         ledger = self.ledger
+        ledger.batches += batches
+        lag = ledger.version - seen
         if not self.when.bounds_clocks:
-            ledger.lag[i] = ledger.version - seen
-        self._inbox.put(i, payload, untouched, release)
-        ledger.add_pending(i, seen, batches)
+            ledger.lag[i] = lag
         self.copied, self._asks = -1, (i, into)
+        if self._accept is None or self._accept(lag, bool(ledger.waiting[i])):
+            self._inbox.put(ledger.add_pending(i, seen), payload, untouched, release)
+        else:
+            ledger.refused[i] = 1
+            release()
         freed = self._settle(ledger.tick(i))
         self._asks = NOBODY
         return freed
+
+    def follow(self, workers: Sequence[int]) -> list[int]:
+        """The next update but those that were ordered already is made by these; returns who may read now."""
+        assert self.orders is not None, "this shard decides for itself"
+        self.orders.append(workers)
+        return self._settle(False)
 
     def leave(self, i: int) -> list[int]:
         """Worker `i` has finished; returns who may read now."""
@@ -171,26 +137,73 @@ class Shard:
     def _settle(self, slowest_moved: bool) -> list[int]:
         """Apply what is ready, then ask again for whoever that may have freed."""
         ledger, applied = self.ledger, []
-        if ledger.pending and self.when.ready(ledger.pending, ledger.expected):
-            applied = ledger.take_pending()
-            groups = [applied] if self.when.merges else [[i] for i in applied]
+        while (due := self._due()) is not None:
+            applied += [worker for worker, _, _ in due]
+            groups = [due] if self.when.merges else [[one] for one in due]
             for group in groups:
                 self._hands_on = group is groups[-1] and self._may_read_on()
                 self._update(group)
                 ledger.version += 1
-        candidates = range(ledger.workers) if slowest_moved else applied
-        freed = [i for i in candidates if ledger.parked[i] and self.when.admit(ledger.standing(i))]
+            self._drop_outdated()
+        everyone = slowest_moved or self.orders is not None
+        candidates = range(ledger.workers) if everyone else dict.fromkeys(applied)
+        freed = [i for i in candidates if ledger.parked[i] and self._admits(i)]
         for i in freed:
             ledger.parked[i] = 0
         return freed
 
-    def _update(self, group: list[int]) -> None:
+    def _admits(self, i: int) -> bool:
+        ledger = self.ledger
+        return ledger.version >= ledger.wanted[i] and self.when.admit(ledger.standing(i))
+
+    def _due(self) -> list[Pending] | None:
+        """What makes the next update, in the order of ranks; None if it is not all there."""
+        ledger = self.ledger
+        if self.orders is not None:
+            return self._ordered()
+        if not ledger.pending or not self.when.ready(ledger.pending, ledger.expected):
+            return None
+        due = ledger.all_pending()
+        ledger.take(due)
+        if self.announce is not None:
+            self.announce([worker for worker, _, _ in due])
+        return due
+
+    def _ordered(self) -> list[Pending] | None:
+        """The same for a shard that follows; of workers that are lost what has come from them."""
+        ledger, due = self.ledger, list[Pending]()
+        if not self.orders:
+            return None
+        for worker, many in Counter(self.orders[0]).items():
+            found = [one for one in ledger.all_pending() if one.worker == worker][:many]
+            if len(found) < many and not ledger.has_left(worker):
+                return None
+            due += found
+        self.orders.popleft()
+        ledger.take(due)
+        return due
+
+    def _drop_outdated(self) -> None:
+        """What is still pending may have become too old for any update."""
+        ledger = self.ledger
+        if self._accept is None or not ledger.pending:
+            return
+        for one in ledger.all_pending():
+            if not self._accept(ledger.version - one.seen, False):
+                self._inbox.take(one.slot)
+                ledger.take([one])
+                ledger.refused[one.worker] = 1
+
+    def _update(self, group: list[Pending]) -> None:
         """One update with the mean of the gradients of `group`, summed in rank order."""
-        gradients = [self._gradients(group, place) for place in range(len(self.holdings))]
-        untouched = frozenset.intersection(*[self._inbox.take(i) for i in group])
+        if not group:
+            return
+        slots = [slot for _, slot, _ in group]
+        gradients = [self._gradients(slots, place) for place in range(len(self.holdings))]
+        untouched = frozenset.intersection(*[self._inbox.take(slot) for slot in slots])
         into = self.memories(*self._asks) if self._hands_on else [()] * len(self.holdings)
         for place, holding in enumerate(self.holdings):
-            holding.merge(gradients[place], self._at(group, place), untouched, into[place])
+            holding.merge(gradients[place], self._at(group, place), untouched, into[place], self._each(group, place))
         if self._hands_on:
             self.copied = self.ledger.version + 1
 
@@ -199,18 +212,23 @@ class Shard:
         i, into = self._asks
         return bool(into) and self.when.admit(self.ledger.standing(i))
 
-    def _at(self, group: list[int], place: int) -> At:
+    def _at(self, group: list[Pending], place: int) -> At:
         """Where and when the gradients of `group` are applied; of several the oldest says how stale they are."""
-        ledger = self.ledger
+        ledger, first = self.ledger, group[0].worker
         return At(
             self.holdings[place].weights,
-            lag=ledger.version - min([ledger.seen[i] for i in group]),
-            rank=group[0],
+            lag=ledger.version - min([seen for _, _, seen in group]),
+            rank=first,
             count=len(group),
             workers=ledger.workers,
             samples=ledger.batches * self._batch_size,
-            seen=self.seen[group[0]][place] if self.seen else None,
+            seen=self.seen[first][place] if self.seen else None,
         )
+
+    def _each(self, group: list[Pending], place: int) -> list[At]:
+        """The same for each gradient of several, if its rule looks at each."""
+        looks = len(group) > 1 and corrects(self.holdings[place].rule)
+        return [self._at([one], place) for one in group] if looks else []
 
     def memories(self, i: int, into: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Where the weights go when worker `i` reads them, per holding: `into` its own memory, and into what it saw."""

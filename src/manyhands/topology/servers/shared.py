@@ -18,8 +18,9 @@ from manyhands.core.holding import Allocate, Holding
 from manyhands.core.protocols import Codec, Consistency, Rule, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
+from manyhands.topology.servers.inbox import Payload, pending_slots
 from manyhands.topology.servers.ledger import Ledger
-from manyhands.topology.servers.shard import Payload, Shard
+from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.sharding import Shards
 
 WAKE = Tag("wake", credit=64, carries="nothing")
@@ -36,46 +37,46 @@ class Plain(Protocol):
 class SharedInbox:
     """A gradient that is applied at once is read where its worker has it.
 
-    One that has to wait for others is decoded into shared memory, a stretch per worker, where any of them can read it.
+    One that has to wait for others is decoded into shared memory, a stretch per slot, where any of them can read it.
     """
 
-    def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codec: Codec, keeps: bool) -> None:
+    def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codec: Codec, slots: int) -> None:
         self._codec = codec
         self._plain = codec.plain if isinstance(codec, Plain) else None
         self._mine: tuple[Payload, frozenset[int]] = ((), frozenset())
-        self._keeps = keeps
-        workers = range(len(w.workers)) if keeps else ()
+        self._keeps = slots > 0
         places = len(w.flat.places)
         shared = w.transport.shared
-        self._grads = {
-            i: [shared(f"{name}.grad{i}.{n}", x.numel(), x.dtype) for n, x in enumerate(weights)] for i in workers
-        }
-        self._skipped = {i: shared(f"{name}.skip{i}", places, torch.uint8) for i in workers}
-        self._decoded = [] if keeps or self._plain else [torch.empty_like(x) for x in weights]
+        self._grads = [
+            [shared(f"{name}.grad{slot}.{n}", x.numel(), x.dtype) for n, x in enumerate(weights)]
+            for slot in range(slots)
+        ]
+        self._skipped = [shared(f"{name}.skip{slot}", places, torch.uint8) for slot in range(slots)]
+        self._decoded = [] if slots or self._plain else [torch.empty_like(x) for x in weights]
 
-    def put(self, i: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
+    def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Applied at once it is read where it is; otherwise it is written where others can read it."""
         self._mine = payload, frozenset(untouched)
         if self._keeps:
-            for tensors, out in zip(payload, self._grads[i], strict=True):
+            for tensors, out in zip(payload, self._grads[slot], strict=True):
                 self._codec.decode(tensors, out)
-            self._skipped[i].zero_()
+            self._skipped[slot].zero_()
             if untouched:
-                self._skipped[i][list(untouched)] = 1
+                self._skipped[slot][list(untouched)] = 1
 
-    def gradients(self, group: list[int], place: int) -> list[Tensor]:
+    def gradients(self, slots: list[int], place: int) -> list[Tensor]:
         """From shared memory, or the one payload there is."""
         if self._keeps:
-            return [self._grads[i][place] for i in group]
+            return [self._grads[slot][place] for slot in slots]
         payload = self._mine[0][place]
         if self._plain is not None:
             return [self._plain(payload)]
         self._codec.decode(payload, self._decoded[place])
         return [self._decoded[place]]
 
-    def take(self, i: int) -> frozenset[int]:
+    def take(self, slot: int) -> frozenset[int]:
         """The parameters that were not touched."""
-        return frozenset(self._skipped[i].nonzero().flatten().tolist()) if self._keeps else self._mine[1]
+        return frozenset(self._skipped[slot].nonzero().flatten().tolist()) if self._keeps else self._mine[1]
 
 
 class SharedLane:
@@ -84,6 +85,7 @@ class SharedLane:
     def __init__(self, w: Worker, number: int, spans: list[Span], when: Consistency, rule: Rule, codec: Codec) -> None:
         self.spans = spans
         self.lag = 0
+        self.refused = False
         self._w = w
         self._t = w.transport
         self._me = w.workers.index(w.rank)
@@ -99,7 +101,7 @@ class SharedLane:
     def _find(self, when: Consistency, rule: Rule, codec: Codec) -> Shard:
         """Map the shard's memory; the first to come fills it."""
         w, name = self._w, self._name
-        ledger = self._ledger()
+        ledger = self._ledger(slots := pending_slots(when, len(w.workers)))
         first = not ledger.begun
 
         def allocate(key: str, fresh: Tensor) -> Tensor:
@@ -112,14 +114,15 @@ class SharedLane:
             seen = [allocate(f"seen{n}", h.weights.expand(len(w.workers), -1)) for n, h in enumerate(holdings)]
         if first:
             ledger.begin()
-        inbox = SharedInbox(w, name, [h.weights for h in holdings], codec, keeps=when.merges or not when.ready(1, 2))
+        at_once = when.ready(1, 2)
+        inbox = SharedInbox(w, name, [h.weights for h in holdings], codec, slots=0 if at_once else slots)
         return Shard(holdings, when, ledger, inbox, w.batch_size, list(zip(*seen, strict=True)))
 
-    def _ledger(self) -> Ledger:
+    def _ledger(self, slots: int) -> Ledger:
         workers, counts = len(self._w.workers), len(self._w.flat.places) * len(self.spans)
-        memory = self._t.shared(f"{self._name}.ledger", Ledger.size(workers, counts), torch.int64).numpy()
+        memory = self._t.shared(f"{self._name}.ledger", Ledger.size(workers, counts, slots), torch.int64).numpy()
         cells = cast(MutableSequence[int], memoryview(memory))  # type: ignore[arg-type]
-        return Ledger(workers, counts, cells)
+        return Ledger(workers, counts, slots, cells)
 
     def _hold(self, n: int, rule: Rule, ledger: Ledger, allocate: Allocate) -> Holding:
         """The holding of the shard's n-th span; its counts are in the ledger."""
@@ -177,7 +180,9 @@ class SharedLane:
             self._has = self._shard.copied
             if self._has >= 0:
                 self._w.move((2 if self._shard.seen else 1) * self._shard.nbytes)
-            self.lag = max(self.lag, self._shard.ledger.lag[self._me])
+            ledger = self._shard.ledger
+            self.lag = max(self.lag, ledger.lag[self._me])
+            self.refused, ledger.refused[self._me] = bool(ledger.refused[self._me]), 0
         self._wake_up(freed)
 
     def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:

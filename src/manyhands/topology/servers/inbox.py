@@ -1,0 +1,102 @@
+"""Where pushed gradients are until a shard applies them.
+
+Lent     in the messages that brought them; they go back to their senders       Means, Apart: what remains of them
+Lying    in memory where they can stay
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from manyhands.core.holding import Holding
+from manyhands.core.protocols import Codec, Consistency, Picks
+
+Payload = Sequence[Sequence[Tensor]]
+"""An encoded gradient: for every span of a shard what its codec made of it."""
+
+
+class Inbox(Protocol):
+    """Where pushed gradients are until they are applied: each in a slot."""
+
+    def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
+        """Take in what was pushed."""
+
+    def take(self, slot: int) -> frozenset[int]:
+        """A gradient is about to be applied: the parameters its worker had not touched."""
+
+
+class Lent(Inbox, Protocol):
+    """An inbox of gradients that go back to their senders with `take`."""
+
+    def write(self, slot: int, place: int, out: Tensor) -> None:
+        """Write a gradient for the shard's `place`-th holding."""
+
+
+@runtime_checkable
+class Lying(Inbox, Protocol):
+    """An inbox of gradients that lie still until they have been applied."""
+
+    def gradients(self, slots: list[int], place: int) -> list[Tensor]:
+        """Gradients for the shard's `place`-th holding, to be read where they lie."""
+
+
+class Means:
+    """Of lent gradients, which go back before they are applied, the mean remains."""
+
+    def __init__(self, inbox: Lent, holdings: list[Holding], merges: bool) -> None:
+        self._inbox = inbox
+        self._sum = [torch.empty_like(h.weights) for h in holdings]
+        self._one = [torch.empty_like(h.weights) for h in holdings] if merges else []
+
+    @torch.no_grad()
+    def gradients(self, slots: list[int], place: int) -> list[Tensor]:
+        """The mean of some gradients, summed in this order."""
+        g = self._sum[place]
+        if not g.is_meta:
+            self._inbox.write(slots[0], place, g)
+            for slot in slots[1:]:
+                self._inbox.write(slot, place, self._one[place])
+                g.add_(self._one[place])
+            if len(slots) > 1:
+                g.div_(len(slots))
+        return [g]
+
+
+class Kept:
+    """Gradients are taken out of the messages that brought them, each into memory of its own.
+
+    So it must be where a worker may go on before its gradient is applied, and where each of several is corrected.
+    """
+
+    def __init__(self, codec: Codec, weights: Sequence[Tensor]) -> None:
+        self._codec = codec
+        self._like = weights
+        self._kept: dict[int, list[Tensor]] = {}
+        self._untouched: dict[int, frozenset[int]] = {}
+
+    def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
+        """Decode and release the message."""
+        if slot not in self._kept:
+            self._kept[slot] = [torch.empty_like(x) for x in self._like]
+        for tensors, out in zip(payload, self._kept[slot], strict=True):
+            if not out.is_meta:
+                self._codec.decode(tensors, out)
+        self._untouched[slot] = frozenset(untouched)
+        release()
+
+    def gradients(self, slots: list[int], place: int) -> list[Tensor]:
+        """Where they were decoded to."""
+        return [self._kept[slot][place] for slot in slots]
+
+    def take(self, slot: int) -> frozenset[int]:
+        """The parameters that were not touched."""
+        return self._untouched.pop(slot)
+
+
+def pending_slots(when: Consistency, workers: int) -> int:
+    """How many gradients may be pending at a shard together."""
+    return when.most(workers) if isinstance(when, Picks) else workers
