@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ torch.set_num_threads(1)
 # For the processes that tests start: lines that several ranks print stay whole, and nothing is compiled twice.
 for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(name, None)
+
+# Shells start what runs in the background with interrupts ignored, and whoever is started from there inherits that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What takes seconds to import; processes forked from one that has done so and nothing else start in no time.
 multiprocessing.set_forkserver_preload(

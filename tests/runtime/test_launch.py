@@ -18,7 +18,9 @@ from speaking import SPEAKS
 from manyhands.cli import main
 from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused
 from manyhands.core.protocols import Tag, recv
+from manyhands.runtime.crew import Crew
 from manyhands.runtime.launch import launch, run_script
+from manyhands.runtime.watch import Watcher
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -190,6 +192,26 @@ if __name__ == "__main__":
         print("interrupted")
     assert signal.getsignal(signal.SIGTERM) is before
 """
+
+
+def test_an_interrupt_while_the_watcher_starts_does_not_break_that_off(monkeypatch, capfd):
+    """Begun half, its thread would find everything closed under its feet, and complain about it."""
+    begin, crew_starts = Watcher.start, []
+
+    def interrupted(watcher, **knobs):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # where Python would notice
+        begin(watcher, **knobs)
+
+    def starting(crew, watcher):
+        crew_starts.append(watcher._thread.is_alive())
+
+    monkeypatch.setattr(Watcher, "start", interrupted)
+    monkeypatch.setattr(Crew, "start", starting)
+    with pytest.raises(KeyboardInterrupt):
+        start(where)
+    assert crew_starts == [True]
+    assert capfd.readouterr().err == ""
 
 
 @pytest.fixture

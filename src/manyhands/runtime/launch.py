@@ -151,8 +151,8 @@ def _verdict(watcher: Watcher) -> int:
 def _conduct(watcher: Watcher, start: Callable[[], None], *, patient: bool = False) -> None:
     """Start the ranks and wait until they have ended. Whatever happens, none is left."""
     with watcher, _finishing_on_sigterm(watcher):
-        watcher.start(patient=patient)
-        with _interrupts_held_back():
+        with _interrupts_held_back():  # nor is a thread's start to be broken off: nobody would know whether it runs
+            watcher.start(patient=patient)
             start()
         watcher.wait()
 
