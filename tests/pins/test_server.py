@@ -6,7 +6,9 @@ from toys import number, probed, toy_t
 
 import manyhands as mh
 from manyhands.codecs import Feedback, TopK
-from manyhands.rules import Sgd
+from manyhands.core.errors import Refused
+from manyhands.rules import Momentum, Sgd
+from manyhands.strategies.server import Server
 from manyhands.topology.servers.shard import Shard
 
 WHERE = pytest.mark.parametrize("where", [{"servers": 1}, {}, {"hosts": 1}], ids=["server", "co-located", "shared"])
@@ -84,9 +86,10 @@ def test_the_number_of_shards_does_not_matter_when_pushes_are_atomic(digits64, h
 
 
 @WHERE
-def test_ssp_reads_and_blocks_as_the_card_says(where):
+@pytest.mark.parametrize("cache", [False, True], ids=["", "cache"])
+def test_ssp_reads_and_blocks_as_the_card_says(where, cache):
     reads = []
-    strategy = mh.ssp(staleness=1, lr=0.1)
+    strategy = mh.ssp(staleness=1, lr=0.1, cache=cache)
     probed(strategy, pull=lambda s, w: reads.append((w.rank, w.transport.now(), w.flat.parts[0].weights.item())))
     cluster = mh.Cluster(workers=2, speeds=[1, 0.4], latency="1us", **where)
     result = mh.train(toy_t(seconds=1), strategy, cluster=cluster, steps=2)
@@ -131,6 +134,67 @@ def test_reading_ones_own_writes():
             assert loss == pytest.approx(a / 2 * (w - b) ** 2, abs=1e-12)
             w -= 0.1 * a * (w - b)
         assert number(result) == pytest.approx(w, abs=1e-12)
+
+
+@WHERE
+def test_a_worker_with_a_cache_asks_only_when_it_must_and_sees_its_own_updates(where, digits64, monkeypatch):
+    """Of 12 steps with s = 3 a worker that is never ahead reads at clocks 4, 8, 12; between, its own updates add up."""
+    reads, seen = [], []
+    pull = Server.pull
+    monkeypatch.setattr(Server, "pull", lambda s, w: (reads.append((w.rank, s.clock)), pull(s, w))[1])
+
+    def note(s, w):
+        seen.append((s.clock - s.read_at, w.flat.parts[0].weights.clone(), w.flat.parts[0].grad.clone()))
+
+    strategy = probed(mh.ssp(staleness=3, lr=0.1, cache=True), step=note)
+    result = mh.train(digits64, strategy, cluster=mh.Cluster(workers=1, **{**where, "hosts": 1}), steps=12)
+    assert [clock for _, clock in reads] == [4, 8]
+    for (_, w, _), (age, after, _) in zip(seen, seen[1:], strict=False):
+        assert age <= 4
+        assert not torch.equal(w, after)
+    whole = mh.train(digits64, mh.ssp(staleness=3, lr=0.1), cluster=mh.Cluster(workers=1), steps=12)
+    assert whole.weights_sha256 == result.weights_sha256, "alone it is sequential SGD, read or not"
+
+
+@pytest.mark.parametrize("speeds", [[1, 1, 1, 1], [1, 0.2, 3, 1]])
+def test_a_cache_keeps_the_bound_and_reads_less(speeds, digits64):
+    cluster = mh.Cluster(workers=4, servers=2, speeds=speeds, jitter=0.3)
+    runs = [mh.train(digits64, mh.ssp(staleness=4, cache=cache), cluster=cluster, steps=20) for cache in (False, True)]
+    lags = [line["lag"] for line in runs[1].records if "loss" in line]
+    assert max(lags) <= 4
+    assert runs[1].bytes_sent < 0.8 * runs[0].bytes_sent
+
+
+def test_a_cache_needs_updates_that_add_up():
+    with pytest.raises(Refused, match="has a memory"):
+        mh.ssp(cache=True, rule=Momentum(0.1))
+
+
+# -- warm start -----------------------------------------------------------------------------------
+
+
+@WHERE
+@pytest.mark.parametrize("every", [None, 3], ids=["", "checkpoints"])
+def test_in_a_warm_start_the_first_worker_steps_alone(where, every, digits64, tmp_path):
+    saves = {} if every is None else {"checkpoint_every": every, "out": tmp_path}
+    result = mh.train(digits64, mh.downpour(warm_start=5), cluster=mh.Cluster(workers=3, **where), steps=8, **saves)
+    taken = [line["rank"] for line in sorted(result.records, key=lambda line: line.get("time", 0)) if "loss" in line]
+    assert len(taken) == 3 * 8
+    assert taken[:5] == [0] * 5
+    assert {1, 2} <= set(taken[7:])
+
+
+@WHERE
+def test_a_warm_start_ends_with_the_first_worker(where, digits64):
+    """However long it should have been: whether the worker has finished or died."""
+    knobs = {"steps": 4, "per_worker": True}
+    result = mh.train(digits64, mh.downpour(warm_start=100), cluster=mh.Cluster(workers=3, **where), **knobs)
+    assert sum("loss" in line for line in result.records) == 3 * 4
+    if where:
+        dies = mh.Cluster(workers=3, faults=[mh.Die(0, at=result.seconds / 4)], **where)
+        survived = mh.train(digits64, mh.downpour(warm_start=100), cluster=dies, steps=8)
+        assert [rank for rank, _ in survived.lost] == [0]
+        assert {line["rank"] for line in survived.records if "loss" in line} == {0, 1, 2}
 
 
 # -- codecs and shards compose ----------------------------------------------------------------------

@@ -23,6 +23,7 @@ def downpour(
     prefetch: bool = True,
     phase: Literal["start", "end"] = "start",
     local_lr: float = 0.1,
+    warm_start: int = 0,
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
@@ -35,9 +36,9 @@ def downpour(
                 every n_push steps push accrued, accrued = 0
         shard:  h <- h + g^2;  w <- w - gamma g / sqrt(h), whoever comes
 
-    Shards apply on their own: at any instant they may have seen different updates. For the paper's warm start let one
-    client train alone, save, and resume with all of them. A lost client is not missed, if the shards are not its own:
-    on one host, or with servers. Otherwise the run ends.
+    Shards apply on their own: at any instant they may have seen different updates. With a warm start the first client
+    trains alone for a while, since early updates are large, and harmful when they are late. A lost client is not
+    missed, if the shards are not its own: on one host, or with servers. Otherwise the run ends.
 
     Reference: J. Dean et al., Large scale distributed deep networks, 2012
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
@@ -50,11 +51,13 @@ def downpour(
         prefetch: fetch right after pushing, before the next step is due.
         phase: a period of n_push steps begins (start, as in the paper's appendix) or ends (end) with its push.
         local_lr: alpha, the learning rate of a client's own steps between fetches.
+        warm_start: steps that the first client takes alone before the others begin.
         rule: how the server applies a gradient, instead of Adagrad with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
     """
-    return Server(Free(), rule or Adagrad(lr), codec or Raw(), shard, n_fetch, n_push, prefetch, phase, local_lr)
+    when, how, what = Free(), rule or Adagrad(lr), codec or Raw()
+    return Server(when, how, what, shard, n_fetch, n_push, prefetch, phase, local_lr, warm_start=warm_start)
 
 
 def ad_psgd(

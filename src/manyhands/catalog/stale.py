@@ -8,6 +8,7 @@ from manyhands.codecs import Raw
 from manyhands.consistency import Stale
 from manyhands.core.protocols import Codec, Rule
 from manyhands.rules import Sgd
+from manyhands.strategies.cached import Cached
 from manyhands.strategies.server import Server
 
 __all__ = ["ssp"]
@@ -16,6 +17,7 @@ __all__ = ["ssp"]
 def ssp(
     staleness: int = 3,
     lr: float = 0.1,
+    cache: bool = False,
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
@@ -27,20 +29,23 @@ def ssp(
         worker at clock c: pull w (waits while c - slowest clock > s); push g; c <- c + 1
         shard:             w <- w - eta g, every worker's update in full (a sum, not a mean)
 
-    A worker sees every update up to clock c - s - 1, all of its own, and perhaps newer ones. With s = 0 it
-    is bsp with eta P; with s unbounded it is total asynchrony. A lost worker no longer holds anyone up, if the
-    shards are not its own: on one host, or with servers. Otherwise a shard dies with it, and the run ends.
+    A worker sees every update up to clock c - s - 1, all of its own, and perhaps newer ones. With s = 0 it is bsp with
+    eta P; with s unbounded it is total asynchrony. With a cache a worker reads only when what it has read is more than
+    s clocks old, and meanwhile adds its own updates to that. A lost worker no longer holds anyone up, if the shards are
+    not its own: on one host, or with servers. Otherwise a shard dies with it, and the run ends.
 
     Reference: Q. Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, 2013
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
         topology/servers/shard.py Shard.push; topology/servers/shard.py Shard.pull;
-        consistency/stale.py Stale
+        consistency/stale.py Stale; strategies/cached.py Cached.pull
 
     Args:
         staleness: s, how many clocks a worker may be ahead of the slowest one.
         lr: eta, the learning rate.
+        cache: keep what was read for as long as it may be used.
         rule: how a gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
     """
-    return Server(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard)
+    kind = Cached if cache else Server
+    return kind(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard)

@@ -34,6 +34,7 @@ from manyhands.core.meeting import meet
 from manyhands.core.protocols import WAITING, Batch, Codec, Consistency, Picks, Rule, Saved, Weights
 from manyhands.core.saving import add, collect, inherited, join, named, section, under
 from manyhands.core.worker import Worker
+from manyhands.strategies.warm_start import WarmStart
 from manyhands.topology.servers import Lane, Sharding, check_servers, connect, read_outcome, serve, waves
 from manyhands.topology.servers.inbox import Payload
 
@@ -59,6 +60,7 @@ class Server:
         local_lr: alpha, the learning rate of local steps between fetches.
         push_mean: push the mean of the accrued gradients instead of their sum.
         draws_from_all: whether every worker may see any sample, instead of having a share of its own.
+        warm_start: steps that the first worker takes alone before the others begin.
     """
 
     when: Consistency
@@ -72,12 +74,14 @@ class Server:
     local_lr: float = 0.0
     push_mean: bool = False
     draws_from_all: bool = False
+    warm_start: int = 0
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         refuse_unless(self.fetch_every >= 1, "fetch_every", self.fetch_every, ">= 1")
         refuse_unless(self.push_every >= 1, "push_every", self.push_every, ">= 1")
         refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")
+        refuse_unless(self.warm_start >= 0, "warm_start", self.warm_start, ">= 0")
         if self.phase not in ("start", "end"):
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
         if self.when.merges and "seen" in self.rule.needs and self.when.admit(WAITING):
@@ -97,6 +101,7 @@ class Server:
         self.when = among(self.when, len(w.workers))
         self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec)
         self.waves = waves(self.lanes, self.when)
+        self.warming = WarmStart(w, self.warm_start)
         self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
         self.pushed: list[tuple[Lane, Payload]] = []
         self.accrued: list[Tensor] | None = None
@@ -108,6 +113,8 @@ class Server:
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Pull, compute, push."""
+        if not self.warming.is_over:
+            self.warming.wait(w, self.lanes)
         if not self.prefetch and w.step % self.fetch_every == 0:
             self.pull(w)
         loss = w.gradient(batch)
@@ -187,6 +194,7 @@ class Server:
 
     def finish(self, w: Worker) -> None:
         """Push what is left, say good-bye to every shard."""
+        self.warming.let_go(w, for_good=True)
         if self.accrued is not None:
             self.push(w)
         for lane in self.lanes:
@@ -206,6 +214,7 @@ class Server:
 
     def rest(self, w: Worker) -> None:
         """Let the shards know, so that nobody waits for us; what is accrued stays with us."""
+        self.warming.let_go(w, for_good=False)
         for lane in self.lanes:
             lane.rest()
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.protocols import Saved
 from manyhands.core.saving import Piece
@@ -39,6 +40,9 @@ class Lane(Protocol):
 
     def done(self) -> None:
         """This worker will not come again."""
+
+    def lose(self, loss: PeerLost) -> None:
+        """This worker was told of a loss while it waited for something else: whoever must know is told."""
 
     def rest(self) -> None:
         """This worker will not come again before it joins."""

@@ -237,6 +237,11 @@ class MessageLane:
     def done(self) -> None:
         self._t.send(self._keeper, DONE)
 
+    def lose(self, loss: PeerLost) -> None:
+        """Its keeper is told as we are; without that nothing goes on."""
+        if loss.rank == self._keeper:
+            raise loss
+
     def rest(self) -> None:
         self._t.send(self._keeper, REST)
 

@@ -150,7 +150,8 @@ class SharedLane:
             try:
                 recv(self._t, self._wake)
             except PeerLost as loss:
-                self._lose(loss)
+                for lane in self.all:  # a worker hears of a loss once, at whichever shard it waits
+                    lane.lose(loss)
 
     def _has_newest(self) -> bool:
         """Whether nothing has come since our last push, which has read the weights: then the lock is not needed.
@@ -217,13 +218,11 @@ class SharedLane:
         with self._t.lock(self._name):
             self._shard.restore(self._w.flat.places, saved)
 
-    def _lose(self, loss: PeerLost) -> None:
-        """Tell every shard: a worker hears of a loss once, at whichever shard it waits."""
+    def lose(self, loss: PeerLost) -> None:
         if loss.rank in self._w.workers:
-            for lane in self.all:
-                with self._t.lock(lane._name):
-                    freed = lane._shard.lose(self._w.workers.index(loss.rank), loss)
-                lane._wake_up(freed)
+            with self._t.lock(self._name):
+                freed = self._shard.lose(self._w.workers.index(loss.rank), loss)
+            self._wake_up(freed)
 
     def _wake_up(self, freed: list[int]) -> None:
         for i in freed:
