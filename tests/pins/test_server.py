@@ -1,5 +1,7 @@
 """Cards 12 and 16, Downpour and SSP: pinned values on toy T, read rules, identities."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from toys import number, probed, toy_t
@@ -149,7 +151,7 @@ def test_a_worker_with_a_cache_asks_only_when_it_must_and_sees_its_own_updates(w
     strategy = probed(mh.ssp(staleness=3, lr=0.1, cache=True), step=note)
     result = mh.train(digits64, strategy, cluster=mh.Cluster(workers=1, **{**where, "hosts": 1}), steps=12)
     assert [clock for _, clock in reads] == [4, 8]
-    for (_, w, _), (age, after, _) in zip(seen, seen[1:], strict=False):
+    for (_, w, _), (age, after, _) in pairwise(seen):
         assert age <= 4
         assert not torch.equal(w, after)
     whole = mh.train(digits64, mh.ssp(staleness=3, lr=0.1), cluster=mh.Cluster(workers=1), steps=12)
