@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from _hosts import CABLE, Hosts
+
 from manyhands.core.errors import ManyhandsError
 
 RANKS = 2
@@ -59,11 +61,16 @@ class Commands:
 
 @dataclass(frozen=True)
 class Side:
-    """One way of doing it: every rank runs `function(*words, commands)`, found again by its file and name."""
+    """One way of doing it: every rank runs `function(*words, commands)`, found again by its file and name.
+
+    All ranks are on this host, or rank r on host r of `hosts`.
+    """
 
     name: str
     function: Callable[..., None]
     words: tuple[str, ...] = ()
+    ranks: int = RANKS
+    hosts: Hosts | None = None
 
 
 class Rank:
@@ -75,10 +82,11 @@ class Rank:
         self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         file = str(inspect.getsourcefile(side.function))
         program = Path(__file__).with_name("_rank.py")
+        inside = [] if side.hosts is None else side.hosts.inside(rank)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, program, str(theirs.fileno()), file, side.function.__name__, *side.words],
-                env={**os.environ, **environment(rank, port)},
+                [*inside, sys.executable, program, str(theirs.fileno()), file, side.function.__name__, *side.words],
+                env={**os.environ, **environment(rank, port, side.ranks, side.hosts)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self.output,
@@ -140,7 +148,7 @@ class Pair:
 
     def __enter__(self) -> Pair:
         with ExitStack() as started:
-            for rank in range(RANKS):
+            for rank in range(self.side.ranks):
                 self.ranks.append(Rank(self.side, rank, self.port))
                 started.callback(self.ranks[-1].kill)
             self._started = started.pop_all()
@@ -179,16 +187,19 @@ class Pair:
         return ManyhandsError("\n".join([f"the side {self.side.name!r} {what}", *(r.last_words() for r in self.ranks)]))
 
 
-def environment(rank: int, port: int) -> dict[str, str]:
+def environment(rank: int, port: int, ranks: int = RANKS, hosts: Hosts | None = None) -> dict[str, str]:
     """What a rank finds in its environment: who is who, by torchrun's names."""
+    alone = hosts is not None
+    cable = {} if hosts is None else {"GLOO_SOCKET_IFNAME": CABLE, "MANYHANDS_BIND": hosts.address(rank)}
     return {
         **one_thread(),
-        "MASTER_ADDR": "127.0.0.1",
+        **cable,
+        "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.address(0),
         "MASTER_PORT": str(port),
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
+        "LOCAL_RANK": "0" if alone else str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": "1" if alone else str(ranks),
     }
 
 

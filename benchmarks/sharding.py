@@ -1,0 +1,112 @@
+"""Push and pull of VGG-16's 138 M weights, cut over servers by size and by layer, each server behind 1 Gbit/s.
+
+size-over-layer-2-servers    how many times faster equal stretches are than whole layers, with two servers
+size-over-layer-4-servers    the same with four
+wire-share-1-shard           the time that the servers' cables need for these bytes, over the time we take: one server
+wire-share-2-shards          the same with two
+
+Two workers push gradients to all shards, which apply their mean, and pull the weights: a step of bsp-server without
+its computing. A cable carries all pushes, then all pulls: 2 workers x 2 x the bytes of the fullest server. Workers and
+servers are on hosts of their own; only the servers' cables are limited.
+"""
+
+from __future__ import annotations
+
+import threading
+from statistics import median
+from typing import Any
+
+import torch
+from _hosts import Hosts
+from _ranks import Commands, Side
+from _side_by_side import measure, say, speed
+from torch import nn
+
+import manyhands as mh
+from manyhands.codecs import Raw
+from manyhands.consistency import Bulk
+from manyhands.core.worker import Worker
+from manyhands.report.progress import Progress
+from manyhands.rules import Sgd
+from manyhands.runtime.join import connect as join
+from manyhands.topology.servers import connect, serve
+
+WORKERS = 2
+ROUNDS = 7
+MBIT = 1000
+CONVOLUTIONS = [(3, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 256)]
+CONVOLUTIONS += [(256, 512), *[(512, 512)] * 5]
+LAYERS = [(512 * 49, 4096), (4096, 4096), (4096, 1000)]
+
+
+class Vgg16(nn.Module):
+    """Its parameters; nobody computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(wide, deep, 3, 3) for deep, wide in CONVOLUTIONS] + [(wide, deep) for deep, wide in LAYERS]
+        names = [f"conv{n}" for n in range(len(CONVOLUTIONS))] + ["fc6", "fc7", "fc8"]
+        for name, shape in zip(names, shapes, strict=True):
+            self.register_parameter(f"{name}_weight", nn.Parameter(torch.zeros(shape)))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(shape[0])))
+
+
+def exchange(servers: str, how: Any, commands: Commands) -> None:
+    """A worker's or a server's part."""
+    transport = join(servers=int(servers))
+    worker = Worker(transport, mh.Task(model=Vgg16, data=[0]), Vgg16(), seed=0, steps=0, batch_size=1)
+    arguments = how, Bulk(), Sgd(0.01)
+    if transport.role == "server":
+        threading.Thread(target=commands.repeat, args=(lambda: None,), daemon=True).start()
+        with torch.no_grad():
+            serve(worker, *arguments, Raw())
+        transport.leave()
+        return
+    lanes = connect(worker, *arguments, Raw())
+    gradients = [torch.ones_like(part.weights) for part in worker.flat.parts]
+
+    def step() -> None:
+        for lane in lanes:
+            lane.push([(gradients[span.part][span.start : span.stop],) for span in lane.spans], ())
+        for lane in lanes:
+            lane.ask()
+        for lane in lanes:
+            lane.pull([worker.flat.weights(span) for span in lane.spans])
+
+    with torch.no_grad():
+        commands.repeat(step)
+        for lane in lanes:
+            lane.done()
+        if worker.rank == worker.lead:
+            for lane in lanes:
+                lane.final([worker.flat.weights(span) for span in lane.spans])
+    transport.leave()
+
+
+def run(progress: Progress) -> list[dict[str, Any]]:
+    """By size and by layer; rounds are told in lines of their own, for `progress` counts samples."""
+    results = []
+    goals = {1: (None, ">= 0.9"), 2: (">= 1.4", ">= 0.8"), 4: (">= 2.5", None)}
+    for servers, (faster, share) in goals.items():
+        seconds = _measured(servers, ["size", "layer"] if faster else ["size"])
+        if faster:
+            results.append(speed(f"size-over-layer-{servers}-servers", seconds["size"], seconds["layer"], faster))
+        if share:
+            results.append(_share(servers, seconds["size"], share))
+    return results
+
+
+def _measured(servers: int, ways: list[str]) -> dict[str, list[float]]:
+    with Hosts([None] * WORKERS + [MBIT] * servers) as hosts:
+        ranks = WORKERS + servers
+        sides = [Side(how, exchange, (str(servers), how), ranks, hosts) for how in ways]
+        return measure(f"{servers} servers", sides, steps=1, rounds=ROUNDS)
+
+
+def _share(servers: int, seconds: list[float], goal: str) -> dict[str, Any]:
+    nbytes = 4 * sum(p.numel() for p in Vgg16().parameters()) / servers
+    needed = 2 * WORKERS * nbytes * 8 / (MBIT * 1e6)
+    name = f"wire-share-{servers}-shard{'s' if servers > 1 else ''}"
+    share = round(needed / median(seconds), 3)
+    say(f"{name}: {share}, {median(seconds):.2f} s where the cables need {needed:.2f} s")
+    return {"name": name, "value": share, "goal": goal}
