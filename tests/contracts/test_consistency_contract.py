@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyhands.codecs import Raw
-from manyhands.consistency import Bulk, Free, Stale
+from manyhands.consistency import Bulk, Free, Quorum, Stale
 from manyhands.core.flat import Place, Span
 from manyhands.core.holding import Holding
 from manyhands.rules import Sgd
@@ -130,6 +130,37 @@ def test_pushes_of_a_clock_stay_invisible_until_all_have_read_at_it(when):
         one = sum(10.0**k for k in play.workers) / (len(play.workers) if when.merges else 1)
         for _, c, _, w in play.reads:
             assert w == pytest.approx(c * one), "exactly the updates of earlier clocks"
+
+
+QUORUMS = [
+    Quorum(k, fresh=fresh, distinct=distinct) for k in (1, 2) for fresh in (True, False) for distinct in (True, False)
+]
+
+
+@pytest.mark.parametrize("when", QUORUMS, ids=str)
+def test_of_some_nobody_is_stuck_and_every_push_is_applied_once_or_refused(when, monkeypatch):
+    update = Shard._update
+
+    def noted(shard, group):
+        shard.__dict__.setdefault("groups", []).append([(one.worker, shard.ledger.version - one.seen) for one in group])
+        update(shard, group)
+
+    monkeypatch.setattr(Shard, "_update", noted)
+    sizes, refused = set(), 0
+    for play in plays(when):
+        assert play.state == ["left"] * len(play.workers)
+        assert sorted(play.released) == [(i, c) for i in play.workers for c in range(play.clocks)]
+        groups = play.shard.groups
+        assert play.shard.holdings[0].weights.item() == pytest.approx(
+            sum(sum(10.0**i for i, _ in group) / len(group) for group in groups)
+        )
+        sizes |= {len(group) for group in groups}
+        refused += len(play.workers) * play.clocks - sum(len(group) for group in groups)
+        for group in groups:
+            assert not when.fresh or all(lag == 0 for _, lag in group)
+            assert not when.distinct or len({i for i, _ in group}) == len(group)
+    assert max(sizes) == when.k
+    assert (refused > 0) == when.fresh
 
 
 def test_the_slowest_clock_is_kept_without_searching():

@@ -19,6 +19,8 @@ METHODS = {
     "ssp": mh.ssp,
     "downpour": mh.downpour,
     "dc_asgd": mh.dc_asgd,
+    "k_sync": mh.k_sync,
+    "softsync": mh.softsync,
     "easgd": mh.easgd,
     "easgd asynchronous": lambda **knobs: mh.easgd(asynchronous=True, **knobs),
     "ad_psgd": mh.ad_psgd,
@@ -30,7 +32,7 @@ METHODS = {
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
-SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "easgd asynchronous", "sandblaster"]
+SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "k_sync", "softsync", "easgd asynchronous", "sandblaster"]
 """Those that may have server ranks."""
 ONE_HOST = ["hogwild", "asysvrg"]
 """Those whose workers share memory."""

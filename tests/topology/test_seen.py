@@ -200,5 +200,8 @@ def test_where_nobody_keeps_it_such_a_rule_is_refused(method, hosts):
 
 
 def test_a_mean_of_gradients_was_not_computed_at_one_place():
-    with pytest.raises(mh.Refused, match=r"each gradient was computed at, but Bulk\(\) makes one gradient of several"):
+    with pytest.raises(
+        mh.Refused,
+        match=r"each gradient was computed at when it is applied, but Bulk\(\) makes one gradient of several",
+    ):
         Server(Bulk(), Witness(), Raw())

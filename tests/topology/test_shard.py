@@ -29,7 +29,7 @@ def model_flat():
     return Flat({name: nn.Parameter(torch.randn(size)) for name, size in [("a", 100), ("b", 7), ("c", 200)]})
 
 
-def inbox_of(kind, flat, codec, keeps):
+def inbox_of(kind, flat, codec, slots):
     if kind == "lent":
         return LentInbox(codec)
     memory = {}
@@ -38,13 +38,13 @@ def inbox_of(kind, flat, codec, keeps):
         return memory.setdefault(name, torch.zeros(numel, dtype=dtype))
 
     w = SimpleNamespace(workers=range(WORKERS), flat=flat, transport=SimpleNamespace(shared=shared))
-    return SharedInbox(w, "shard0", [flat.weights(span) for span in SPANS], codec, keeps)
+    return SharedInbox(w, "shard0", [flat.weights(span) for span in SPANS], codec, slots)
 
 
 def shard_of(kind, when, rule, codec):
     flat = model_flat()
     holdings = [Holding(span, flat.weights(span).clone(), flat.places, rule) for span in SPANS]
-    inbox = inbox_of(kind, flat, codec, keeps=when.merges or not when.ready(1, 2))
+    inbox = inbox_of(kind, flat, codec, slots=0 if when.ready(1, 2) else WORKERS)
     return Shard(holdings, when, Ledger(WORKERS, 0), inbox, batch_size=1)
 
 
@@ -140,7 +140,7 @@ def test_merged_parameters_are_skipped_only_if_nobody_touched_them(kind):
 
 def test_a_plain_payload_is_read_where_its_worker_has_it():
     for codec, in_place in [(Raw(), True), (Half(), False)]:
-        inbox = inbox_of("shared", model_flat(), codec, keeps=False)
+        inbox = inbox_of("shared", model_flat(), codec, slots=0)
         payload = encoded(codec, gradient(0))
         inbox.put(0, payload, (), lambda: None)
         for place in range(2):
@@ -150,7 +150,7 @@ def test_a_plain_payload_is_read_where_its_worker_has_it():
 
 
 def test_kept_gradients_are_read_from_shared_memory_without_a_copy():
-    inbox = inbox_of("shared", model_flat(), Raw(), keeps=True)
+    inbox = inbox_of("shared", model_flat(), Raw(), slots=WORKERS)
     payload = encoded(Raw(), gradient(0))
     inbox.put(1, payload, (), lambda: None)
     first, again = (inbox.gradients([1], 0)[0] for _ in range(2))

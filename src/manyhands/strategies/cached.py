@@ -52,9 +52,9 @@ class Cached(Server):
         super().accrue(w)
         self.clock += 1
         untouched, workers = w.flat.untouched(), len(w.workers)
-        at = {"rank": w.workers.index(w.rank), "workers": workers, "samples": self.clock * workers * w.batch_size}
+        samples = self.clock * workers * w.batch_size
         for held, part in zip(self.own, w.flat.parts, strict=True):
-            held.update(part.grad, At(part.weights, **at), untouched)
+            held.update(part.grad, At(part.weights, samples=samples, workers=workers), untouched)
 
     def begin_again(self, w: Worker) -> None:
         """All begin at clock 0, and read."""

@@ -30,6 +30,7 @@ from manyhands.codecs import Raw
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather
+from manyhands.core.holding import corrects
 from manyhands.core.meeting import meet
 from manyhands.core.protocols import WAITING, Batch, Codec, Consistency, Picks, Rule, Saved, Weights
 from manyhands.core.saving import add, collect, inherited, join, named, section, under
@@ -84,11 +85,14 @@ class Server:
         refuse_unless(self.warm_start >= 0, "warm_start", self.warm_start, ">= 0")
         if self.phase not in ("start", "end"):
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
-        if self.when.merges and "seen" in self.rule.needs and self.when.admit(WAITING):
-            raise Refused(
-                f"{self.rule} needs the weights that each gradient was computed at, "
-                f"but with {self.when} its worker may have read others before it is applied"
-            )
+        if self.when.merges and "seen" in self.rule.needs:
+            alone = corrects(self.rule)
+            if not alone or self.when.admit(WAITING):
+                why = "lets its worker read on before that" if alone else "makes one gradient of several"
+                raise Refused(
+                    f"{self.rule} needs the weights that each gradient was computed at when it is applied, "
+                    f"but {self.when} {why}"
+                )
         self.lockstep = not self.when.tolerates_loss
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
