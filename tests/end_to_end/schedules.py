@@ -20,9 +20,7 @@ from manyhands.core.errors import Refused
 from manyhands.rules import Adam, Momentum, Sgd, Torch
 from manyhands.topology.peers import sides
 
-METHODS = [name for name in catalog.__all__ if name not in catalog.pipelines.__all__]
-SERVED = [name for name in METHODS if name in (*catalog.quorum.__all__, *catalog.delayed.__all__)]
-SERVED += ["bsp_server", "downpour", "ssp"]
+SERVED = [*catalog.quorum.__all__, *catalog.delayed.__all__, "bsp_server", "downpour", "ssp"]
 """Parameter servers."""
 ELASTIC = ["eamsgd", "easgd"]
 TOGETHER = [*catalog.local.__all__, "adaptive_batch", "bsp"]
@@ -118,7 +116,7 @@ class Schedule:
         """The workers without whom the others go on, as the method's docstring has it."""
         if self.method in (*PEERS, *SHARED):
             return set(range(self.workers))
-        asynchronous = self.method in SERVED and self.method != "bsp_server" or self.knobs.get("asynchronous")
+        asynchronous = (self.method in SERVED and self.method != "bsp_server") or self.knobs.get("asynchronous")
         if not asynchronous and self.method != "sandblaster":
             return set()
         return set(range(self.workers)) - self._keepers - ({0} if self.method == "sandblaster" else set())
@@ -214,7 +212,9 @@ def _any(**choices):
     """Knobs with a few values each, which may depend on the number of workers."""
 
     def pick(chance, workers):
-        return {name: chance.choice(values(workers) if callable(values) else values) for name, values in choices.items()}
+        return {
+            name: chance.choice(values(workers) if callable(values) else values) for name, values in choices.items()
+        }
 
     return pick
 
@@ -234,7 +234,11 @@ def _ad_psgd(chance, workers):
 
 def _elastic(**more):
     return _any(
-        center_rate=[0.9, 0.5], moving_rate=[None, None, 0.3], period=[1, 2, 3], asynchronous=[False, True, True], **more
+        center_rate=[0.9, 0.5],
+        moving_rate=[None, None, 0.3],
+        period=[1, 2, 3],
+        asynchronous=[False, True, True],
+        **more,
     )
 
 
@@ -253,7 +257,11 @@ OWN_KNOBS = {
     "dc_asgd": _any(strength=[0.0, 0.0, 0.04], adaptive=[False, True], mean_squares=[1, 6]),
     "diloco": _any(period=[1, 2, 3], outer_lr=[1.0], outer_momentum=[0.0, 0.0, 0.9]),
     "downpour": _any(
-        n_fetch=[1, 1, 2, 3], n_push=[1, 1, 2, 3], prefetch=[True, False], phase=["start", "end"], local_lr=[0.0, 0.1],
+        n_fetch=[1, 1, 2, 3],
+        n_push=[1, 1, 2, 3],
+        prefetch=[True, False],
+        phase=["start", "end"],
+        local_lr=[0.0, 0.1],
         warm_start=[0, 0, 1, 3, 50],
     ),
     "dyn_sgd": _any(),
@@ -274,4 +282,4 @@ OWN_KNOBS = {
     "staleness_aware": _any(),
     "weighted_averaging": _any(period=[1, 2, 3], by=["samples", "samples", "loss", "fisher"]),
 }
-
+METHODS = list(OWN_KNOBS)
