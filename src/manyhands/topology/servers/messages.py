@@ -227,7 +227,8 @@ class MessageLane:
 
     def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1) -> None:
         lengths = tuple(len(tensors) for tensors in payload)
-        meta = self._version, tuple(untouched), lengths, batches
+        seen = (self._first or self)._version  # who follows may have been read later, but judges as the first does
+        meta = seen, tuple(untouched), lengths, batches
         self._t.send(self._keeper, PUSH, meta, [x for p in payload for x in p])
 
     def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:

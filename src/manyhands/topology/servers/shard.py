@@ -76,8 +76,7 @@ class Shard:
         if not self.when.admit(me) or me.version < at_least:
             ledger.parked[i], ledger.wanted[i] = 1, at_least
             return False
-        if self.when.bounds_clocks:
-            ledger.lag[i] = max(0, me.clock - me.slowest)
+        self._let_in(i)
         return True
 
     def push(
@@ -150,7 +149,14 @@ class Shard:
         freed = [i for i in candidates if ledger.parked[i] and self._admits(i)]
         for i in freed:
             ledger.parked[i] = 0
+            self._let_in(i)
         return freed
+
+    def _let_in(self, i: int) -> None:
+        """Worker `i` reads now: if clocks are bounded, its lag is how far ahead of the slowest it is."""
+        if self.when.bounds_clocks:
+            me = self.ledger.standing(i)
+            self.ledger.lag[i] = max(0, me.clock - me.slowest)
 
     def _admits(self, i: int) -> bool:
         ledger = self.ledger

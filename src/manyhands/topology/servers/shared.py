@@ -197,6 +197,7 @@ class SharedLane:
         self._wake_up(freed)
 
     def final(self, into: Sequence[Tensor]) -> None:
+        self._hear_losses()
         with self._t.lock(self._name):
             self._has = -1
             for x, h in zip(into, self._shard.holdings, strict=True):
@@ -210,7 +211,17 @@ class SharedLane:
         with self._t.lock(self._name):
             self._shard.ledger.join(self._me)
 
+    def _hear_losses(self) -> None:
+        """Everyone has taken leave but the lost: if nobody had to wait, nobody has heard of them."""
+        for rank in self._w.workers:
+            while not self._shard.ledger.has_left(self._w.workers.index(rank)):
+                try:
+                    recv(self._t, self._wake, frm=rank)
+                except PeerLost as loss:
+                    self.lose(loss)
+
     def state(self) -> list[Piece]:
+        self._hear_losses()
         with self._t.lock(self._name):
             return self._shard.pieces(self._w.flat.places)
 

@@ -1,0 +1,176 @@
+"""A witness of virtual runs: it looks over every rank's shoulder and notes what becomes of each gradient.
+
+    gradient (rank, step) -> push (rank, number) -> pending in a slot of a shard -> part of an update, or refused
+
+Nothing is changed but one thing: a run that goes on for very many events is ended, since it would go on for ever.
+"""
+
+from collections import Counter, defaultdict
+from functools import wraps
+
+import torch
+
+from manyhands.core.worker import Worker
+from manyhands.strategies.coordinator import Coordinator
+from manyhands.strategies.elastic import Elastic
+from manyhands.strategies.local_steps import LocalSteps
+from manyhands.strategies.server import Server
+from manyhands.topology.keeping import Keeper
+from manyhands.topology.servers.ledger import Ledger
+from manyhands.topology.servers.shard import Shard
+from manyhands.virtual.kernel import Kernel
+
+MOST_EVENTS = 300_000
+"""A run of our schedules has some thousands."""
+
+
+class GoesOnForEver(AssertionError):
+    """Much happens, and nothing comes of it."""
+
+
+class Witness:
+    """What was seen since `begin`. Shards go by the spans they keep, workers by rank, pushes of a worker by number."""
+
+    def __init__(self, patch):
+        self.begin()
+        for kind, name in (
+            *[(Kernel, "wait"), (Worker, "gradient"), (Server, "push"), (Server, "encode"), (Server, "pull")],
+            *[(Server, "finish"), (Shard, "push"), (Shard, "pull"), (Shard, "_settle"), (Shard, "_update")],
+            *[(Shard, "_drop_outdated"), (Ledger, "add_pending"), (Elastic, "finish"), (LocalSteps, "combine")],
+            *[(Coordinator, "_improve"), (Keeper, "_close")],
+        ):
+            patch.setattr(kind, name, self._seen(getattr(kind, name), f"{kind.__name__.lower()}_{name.strip('_')}"))
+
+    def begin(self):
+        """Forget everything."""
+        self.gradients = defaultdict(list)  # rank: (step, gradient)
+        self.payloads = defaultdict(list)  # rank: for each push what it says, as numbers, and of how many steps
+        self.answered = Counter()  # rank: how many pushes were followed by a read that came back
+        self.left_over = {}  # rank: the codec's memory at the end, if it came to one
+        self.updates = defaultdict(list)  # shard: groups of (worker, push, staleness)
+        self.refused = defaultdict(set)  # shard: (worker, push)
+        self.slowest_read = Counter()  # shard and worker: the slowest clock when it was last let in
+        self.gaps = []  # how far ahead of the slowest somebody was when let in
+        self.lags = {}  # rank and step: how far ahead of what it had read a gradient was computed
+        self.replicas = {}  # rank: an elastic worker's own weights at the end
+        self.combined = defaultdict(list)  # rank: its weights after each round
+        self.batches = []  # those of Sandblaster: portions
+        self.sums = []  # those of Sandblaster: where, of what, and how much
+        self._pushes = Counter()
+        self._slots = {}
+        self._current = None
+
+    def _seen(self, original, look):
+        look = getattr(self, f"_{look}")
+
+        @wraps(original)
+        def method(*args, **knobs):
+            return look(original, *args, **knobs)
+
+        return method
+
+    # -- everywhere -------------------------------------------------------------------------------
+
+    def _kernel_wait(self, wait, kernel, *why):
+        if kernel.events > MOST_EVENTS:
+            raise GoesOnForEver(f"{kernel.events} events until virtual time {kernel.now}")
+        return wait(kernel, *why)
+
+    def _worker_gradient(self, gradient, w, *rest, **knobs):
+        loss = gradient(w, *rest, **knobs)
+        self.gradients[w.rank].append((w.step, w.flat.parts[0].grad.clone()))
+        return loss
+
+    # -- parameter servers: a worker --------------------------------------------------------------
+
+    def _server_push(self, push, server, w):
+        clock, shards = len(self.payloads[w.rank]), {shard for shard, i in self.slowest_read if i == w.rank}
+        self.lags[w.rank, w.step] = max((clock - self.slowest_read[shard, w.rank] for shard in shards), default=clock)
+        self.payloads[w.rank].append((torch.zeros_like(w.flat.parts[0].grad), max(1, server.accruals)))
+        push(server, w)
+
+    def _server_encode(self, encode, server, w, grad, span):
+        payload = encode(server, w, grad, span)
+        server.codec.decode(payload, self.payloads[w.rank][-1][0][span.start : span.stop])
+        return payload
+
+    def _server_pull(self, pull, server, w):
+        pull(server, w)
+        self.answered[w.rank] = len(self.payloads[w.rank])
+
+    def _server_finish(self, finish, server, w):
+        finish(server, w)
+        remains = server.remainders()
+        self.left_over[w.rank] = remains[0].clone() if remains else None
+
+    # -- parameter servers: a shard ---------------------------------------------------------------
+
+    def _shard_push(self, push, shard, i, *rest, **knobs):
+        name = _name(shard)
+        self._current = name, (i, self._pushes[name, i])
+        self._pushes[name, i] += 1
+        freed = push(shard, i, *rest, **knobs)
+        if self._current is not None:
+            self.refused[name].add(self._current[1])
+        self._current = None
+        return freed
+
+    def _ledger_add_pending(self, add_pending, ledger, i, seen=0):
+        slot = add_pending(ledger, i, seen)
+        if self._current is not None:
+            name, push = self._current
+            self._slots[name, slot] = push
+            self._current = None
+        return slot
+
+    def _shard_update(self, update, shard, group):
+        name, version = _name(shard), shard.ledger.version
+        if group:
+            self.updates[name].append([(*self._slots[name, slot], version - seen) for _, slot, seen in group])
+        update(shard, group)
+
+    def _shard_drop_outdated(self, drop, shard):
+        before, name = set(shard.ledger.all_pending()), _name(shard)
+        drop(shard)
+        dropped = before - set(shard.ledger.all_pending())
+        self.refused[name] |= {self._slots[name, one.slot] for one in dropped}
+
+    def _shard_pull(self, pull, shard, i, *rest):
+        admitted = pull(shard, i, *rest)
+        self._let_in(shard, [i] if admitted else [])
+        return admitted
+
+    def _shard_settle(self, settle, shard, *rest):
+        freed = settle(shard, *rest)
+        self._let_in(shard, freed)
+        return freed
+
+    def _let_in(self, shard, workers):
+        for i in workers:
+            clock, slowest, *_ = shard.ledger.standing(i)
+            self.gaps.append(clock - slowest)
+            self.slowest_read[_name(shard), i] = slowest
+
+    # -- others -----------------------------------------------------------------------------------
+
+    def _elastic_finish(self, finish, elastic, w):
+        finish(elastic, w)
+        self.replicas[w.rank] = w.flat.parts[0].weights.clone()
+
+    def _localsteps_combine(self, combine, local, w):
+        combine(local, w)
+        self.combined[w.rank].append(w.flat.parts[0].weights.clone())
+
+    def _coordinator_improve(self, improve, coordinator):
+        brought = coordinator._brought
+        self.batches.append([portion for rank in sorted(brought) for portion in brought[rank]])
+        return improve(coordinator)
+
+    def _keeper_close(self, close, keeper, *rest):
+        point, total = keeper._point[0].clone(), keeper._sum.total[0].clone()
+        self.sums.append((len(self.batches) - 1, keeper._vectors.spans[0], point, total))
+        close(keeper, *rest)
+
+
+def _name(shard):
+    return tuple(holding.span for holding in shard.holdings)
