@@ -305,7 +305,7 @@ def test_data_that_would_not_be_read_is_refused(name, tmp_path):
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     assert refused(load, "digit") == "there is no task 'digit': did you mean digits?"
-    names = "digits, mnist, text, regression, vgg16, module:function"
+    names = "digits, mnist, text, regression, rbm, rnn, vgg16, module:function"
     assert refused(load, "zzz") == f"there is no task 'zzz': known are {names}"
 
 
