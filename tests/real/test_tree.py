@@ -17,16 +17,16 @@ def test_a_bulk_tree_gives_the_same_bits_in_both_worlds(link, servers, quickly):
 
 
 def test_downpour_in_two_groups_learns_the_digits(quickly):
-    result = mh.train("digits", mh.downpour(groups=2), workers=4)
-    assert result.test_accuracy >= 0.93
+    result = mh.train("digits", mh.downpour(groups=2), workers=4, epochs=15)
+    assert result.test_accuracy >= 0.9
     assert (result.world, result.lost) == ("real", [])
 
 
 def test_a_group_goes_on_without_a_child(tmp_path, quickly):
     strike = Strike(kill, tmp_path)
-    result = mh.train("digits", struck(mh.downpour(groups=2), strike), workers=4, servers=1)
+    result = mh.train("digits", struck(mh.downpour(groups=2), strike), workers=4, servers=1, epochs=15)
     assert result.lost == [(1, "it was killed by SIGKILL")]
-    assert result.test_accuracy >= 0.93
+    assert result.test_accuracy >= 0.9
 
 
 def test_a_relay_is_missed(tmp_path, quickly):
