@@ -15,6 +15,7 @@ from manyhands.strategies.growing_batch import GrowingBatch
 METHODS = {
     "bsp": mh.bsp,
     "bsp_server": mh.bsp_server,
+    "hierarchical_server": mh.hierarchical_server,
     "bmuf": mh.bmuf,
     "adaptive_batch": lambda lr=0.3, rule=None: GrowingBatch(rule or Sgd(lr), 2, (24,), most=2),
     "ssp": mh.ssp,
@@ -33,7 +34,10 @@ METHODS = {
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
-SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "k_sync", "softsync", "easgd asynchronous", "sandblaster"]
+SERVED = [
+    *["bsp_server", "hierarchical_server", "ssp", "downpour", "dc_asgd", "k_sync", "softsync"],
+    *["easgd asynchronous", "sandblaster"],
+]
 """Those that may have server ranks."""
 ONE_HOST = ["hogwild", "asysvrg"]
 """Those whose workers share memory."""

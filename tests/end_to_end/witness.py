@@ -115,8 +115,8 @@ class Witness:
         self._current = None
         return freed
 
-    def _ledger_add_pending(self, add_pending, ledger, i, seen=0):
-        slot = add_pending(ledger, i, seen)
+    def _ledger_add_pending(self, add_pending, ledger, i, seen=0, *more):
+        slot = add_pending(ledger, i, seen, *more)
         if self._current is not None:
             name, push = self._current
             self._slots[name, slot] = push

@@ -27,6 +27,7 @@ def downpour(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    groups: int = 0,
 ) -> Server:
     """Downpour SGD: clients fetch and push when it suits them, Adagrad at the server smooths what comes.
 
@@ -55,9 +56,10 @@ def downpour(
         rule: how the server applies a gradient, instead of Adagrad with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
     """
-    when, how, what = Free(), rule or Adagrad(lr), codec or Raw()
-    return Server(when, how, what, shard, n_fetch, n_push, prefetch, phase, local_lr, warm_start=warm_start)
+    when, how, what, every = Free(), rule or Adagrad(lr), codec or Raw(), (n_fetch, n_push)
+    return Server(when, how, what, shard, *every, prefetch, phase, local_lr, warm_start=warm_start, groups=groups)
 
 
 def ad_psgd(

@@ -161,6 +161,7 @@ def softsync(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    groups: int = 0,
 ) -> Server:
     """n-softsync: an update is made of any P/n gradients, each divided by its staleness; nobody waits.
 
@@ -187,7 +188,9 @@ def softsync(
         rule: how the mean is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
     """
     step = rule or Sgd(lr)
     when = Quorum(parts=splitting, distinct=False)
-    return Server(when, chain(StalenessAware(), step) if modulated else step, codec or Raw(), shard, prefetch=True)
+    how = chain(StalenessAware(), step) if modulated else step
+    return Server(when, how, codec or Raw(), shard, prefetch=True, groups=groups)

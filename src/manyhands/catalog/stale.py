@@ -21,6 +21,7 @@ def ssp(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    groups: int = 0,
 ) -> Server:
     """Stale synchronous parallel: a worker may be ahead of the slowest one by a bounded number of clocks.
 
@@ -46,6 +47,7 @@ def ssp(
         rule: how a gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
     """
     kind = Cached if cache else Server
-    return kind(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard)
+    return kind(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard, groups=groups)

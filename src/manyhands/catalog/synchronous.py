@@ -6,6 +6,7 @@ from typing import Literal
 
 from manyhands.codecs import Raw
 from manyhands.consistency import Bulk
+from manyhands.core.errors import refuse_unless
 from manyhands.core.protocols import Codec, Rule
 from manyhands.rules import Sgd
 from manyhands.strategies.allreduce import AllReduce
@@ -13,7 +14,7 @@ from manyhands.strategies.elastic import Elastic
 from manyhands.strategies.growing_batch import GrowingBatch
 from manyhands.strategies.server import Server
 
-__all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd"]
+__all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd", "hierarchical_server"]
 
 
 def bsp(lr: float = 0.3, rule: Rule | None = None, collective: str = "auto") -> AllReduce:
@@ -43,6 +44,7 @@ def bsp_server(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    groups: int = 0,
 ) -> Server:
     """Bulk-synchronous SGD through parameter servers: a shard waits for all gradients, then applies their mean.
 
@@ -62,8 +64,49 @@ def bsp_server(
         rule: how the mean gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
     """
-    return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard)
+    return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard, groups=groups)
+
+
+def hierarchical_server(
+    groups: int = 2,
+    lr: float = 0.3,
+    rule: Rule | None = None,
+    codec: Codec | None = None,
+    shard: Literal["size", "layer"] = "size",
+) -> Server:
+    """Hierarchical parameter servers: gradients are summed on their way up a tree, weights go down the same way.
+
+    split: data. when: bulk. who: parameter-server shards, and a relay per group of workers. what: any codec from
+    workers to relays, raw sums above. how: any rule, at the shard.
+
+        worker k: pull w from its relay;  g_k = gradient(w; B_k);  push g_k to its relay
+        relay:    when all of its group are there: push s = sum_k g_k and n, how many they are
+        shard:    when all groups are there: w <- w - eta (sum of s) / (sum of n), summed in the order of groups
+
+    The result is that of bsp-server but for the order of the sum, whatever the sizes of the groups, since sums and
+    counts are carried; a mean of means would not do. A shard gets a message per group instead of one per worker, and
+    answers as many. The relay of a group is with its first worker. Other methods with servers go through such a tree
+    with their knob groups: a group then counts as one worker, which is in step inside (ssp, softsync), or whose
+    gradients are summed while the last sum is on its way (downpour). A lost worker ends the run; in other methods
+    with groups only one that has a relay or a shard does.
+
+    Reference: S. Gupta, W. Zhang, F. Wang, Model accuracy and runtime tradeoff in distributed deep learning: a
+        systematic study, 2016, arXiv:1509.04210 (Rudra-adv)
+    Loops: strategies/server.py Server.step; topology/servers/relay.py Relay.serve;
+        topology/servers/relay.py Branch.advance; topology/servers/messages.py Keeper.serve;
+        topology/servers/shard.py Shard.push; consistency/bulk.py Bulk
+
+    Args:
+        groups: how many groups of neighbours the workers form, as even as can be; if as many, it is bsp-server.
+        lr: eta, the learning rate.
+        rule: how the mean gradient is applied, instead of SGD with lr.
+        codec: what a push of a worker looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
+        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+    """
+    refuse_unless(groups >= 2, "groups", groups, ">= 2")
+    return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard, groups=groups)
 
 
 def easgd(

@@ -187,15 +187,18 @@ class Holding:
         untouched: Collection[int] = (),
         into: Sequence[Tensor] = (),
         each: Sequence[At] = (),
+        over: int | None = None,
     ) -> None:
         """Apply the rule to the mean of the gradients `gs`, summed in this order; they are only read.
 
-        The weights are copied `into` other memories too, each block while it is still in the cache. One of them may
-        be `at.seen`: a block of it has been read by then. A rule that corrects each gradient is told about `each`.
+        Where some are sums already, `over` says how many gradients that are. The weights are copied `into` other
+        memories too, each block while it is still in the cache. One of them may be `at.seen`: a block of it has been
+        read by then. A rule that corrects each gradient is told about `each`.
         """
         self._into = into if not untouched and self._whole else ()
         self._each = [(one, one.seen) for one in each]
-        self._apply(gs, at, untouched, copies=len(gs) > 1 or self._mover is None)
+        over = len(gs) if over is None else over
+        self._apply(gs, at, untouched, copies=max(len(gs), over) > 1 or self._mover is None, over=over)
         if not self._into:
             for memory in into:
                 memory.copy_(self.weights)
@@ -226,7 +229,7 @@ class Holding:
         for block in self._blocks(untouched, size):
             cut, shape, *_ = block
             self._place(at, seen, block)
-            g = self._mean(gs, block) if copies else _part(gs[0], cut)
+            g = self._sum(gs, block) if copies else _part(gs[0], cut)
             if over > 1:
                 g.div_(over)
             self._step(g if shape is None else g.view(shape), at, [_part(memory, cut) for memory in self._into])
@@ -277,20 +280,20 @@ class Holding:
                 counts[place] += 1
                 yield place, start, stop, counts[place]
 
-    def _mean(self, gs: Sequence[Tensor], block: Block) -> Tensor:
-        """A block of the mean gradient, in memory of our own."""
+    def _sum(self, gs: Sequence[Tensor], block: Block) -> Tensor:
+        """A block of the sum of gradients, in memory of our own."""
         if self._each:
-            return self._mean_of_corrected(gs, block)
+            return self._sum_of_corrected(gs, block)
         cut = block[0]
-        mean = self._scratch if cut is ALL else self._scratch[: cut.stop - cut.start]
+        total = self._scratch if cut is ALL else self._scratch[: cut.stop - cut.start]
         if len(gs) == 1:
-            return mean.copy_(_part(gs[0], cut))
-        torch.add(_part(gs[0], cut), _part(gs[1], cut), out=mean)
+            return total.copy_(_part(gs[0], cut))
+        torch.add(_part(gs[0], cut), _part(gs[1], cut), out=total)
         for g in gs[2:]:
-            mean.add_(_part(g, cut))
-        return mean.div_(len(gs))
+            total.add_(_part(g, cut))
+        return total
 
-    def _mean_of_corrected(self, gs: Sequence[Tensor], block: Block) -> Tensor:
+    def _sum_of_corrected(self, gs: Sequence[Tensor], block: Block) -> Tensor:
         """The same of gradients that are corrected one by one."""
         assert isinstance(self.rule, Corrects)
         cut, shape, *_ = block
@@ -301,7 +304,7 @@ class Holding:
             one = self.rule.correct(one if shape is None else one.view(shape), at)
             total = one if total is None else total.add_(one)
         assert total is not None
-        return total.div_(len(gs))
+        return total
 
     @cached_property
     def _scratch(self) -> Tensor:

@@ -234,7 +234,7 @@ class At:
     rank: int = 0
     """Whose gradient it is, counted among the workers; of several merged ones the lowest."""
     count: int = 1
-    """How many gradients were merged into this one."""
+    """Of how many gradients this one is the mean, or the sum where nothing is merged."""
     workers: int = 1
     """How many workers bring gradients to these weights, each when it suits it or all together."""
     seen: Tensor | None = None

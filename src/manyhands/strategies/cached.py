@@ -31,6 +31,8 @@ class Cached(Server):
             raise Refused(f"{self.when} does not say how old a read may be: only stale(s) goes with a cache")
         if "owner" in self.rule.needs or "seen" in self.rule.needs or self.rule.init(torch.zeros(1)):
             raise Refused(f"{self.rule} has a memory, but a worker can add up its own updates only with a rule without")
+        if self.groups:
+            raise Refused(f"groups is {self.groups}, but must be 0 with a cache: it needs its worker's own clock")
         self.staleness = self.when.staleness
 
     def setup(self, w: Worker) -> None:

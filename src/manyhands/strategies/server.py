@@ -36,7 +36,7 @@ from manyhands.core.protocols import WAITING, Batch, Codec, Consistency, Picks, 
 from manyhands.core.saving import add, collect, inherited, join, named, section, under
 from manyhands.core.worker import Worker
 from manyhands.strategies.warm_start import WarmStart
-from manyhands.topology.servers import Lane, Sharding, check_servers, connect, read_outcome, serve, waves
+from manyhands.topology.servers import Lane, Sharding, Tree, check_servers, connect, read_outcome, serve, waves
 from manyhands.topology.servers.inbox import Payload
 
 
@@ -62,6 +62,7 @@ class Server:
         push_mean: push the mean of the accrued gradients instead of their sum.
         draws_from_all: whether every worker may see any sample, instead of having a share of its own.
         warm_start: steps that the first worker takes alone before the others begin.
+        groups: how many groups of neighbours come to the shards as one each, by way of a relay; 0: no groups.
     """
 
     when: Consistency
@@ -76,6 +77,7 @@ class Server:
     push_mean: bool = False
     draws_from_all: bool = False
     warm_start: int = 0
+    groups: int = 0
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -83,6 +85,12 @@ class Server:
         refuse_unless(self.push_every >= 1, "push_every", self.push_every, ">= 1")
         refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")
         refuse_unless(self.warm_start >= 0, "warm_start", self.warm_start, ">= 0")
+        refuse_unless(self.groups == 0 or self.groups >= 2, "groups", self.groups, ">= 2, or 0 for none")
+        if self.groups and "seen" in self.rule.needs:
+            raise Refused(
+                f"{self.rule} needs the weights that each gradient was computed at, "
+                f"but groups is {self.groups}, and the sum of a group was not computed at any: groups must be 0"
+            )
         if self.phase not in ("start", "end"):
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
         if self.when.merges and "seen" in self.rule.needs:
@@ -98,12 +106,18 @@ class Server:
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """There must be something to keep for every server, and workers enough to make an update."""
         check_servers(servers, model)
-        among(self.when, workers)
+        refuse_unless(self.groups <= workers, "groups", self.groups, f"<= {workers}, the number of workers")
+        among(self.when, self.groups or workers)
+
+    @property
+    def tree(self) -> Tree | None:
+        """How workers come to the shards, if not each by itself."""
+        return Tree(self.groups, Raw()) if self.groups else None
 
     def setup(self, w: Worker) -> None:
         """Lanes to the shards; codec memory in parameter coordinates; what is not yet pushed, of how many steps."""
-        self.when = among(self.when, len(w.workers))
-        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec)
+        self.when = among(self.when, self.groups or len(w.workers))
+        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec, self.tree)
         self.waves = waves(self.lanes, self.when)
         self.warming = WarmStart(w, self.warm_start)
         self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
@@ -206,7 +220,7 @@ class Server:
 
     def serve(self, w: Worker) -> None:
         """Keep a shard."""
-        serve(w, self.shard, among(self.when, len(w.workers)), self.rule, self.codec)
+        serve(w, self.shard, among(self.when, self.groups or len(w.workers)), self.rule, self.codec, self.tree)
 
     def answer(self, w: Worker) -> Weights | None:
         """What the shards hold when everyone is done."""

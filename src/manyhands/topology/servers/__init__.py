@@ -3,11 +3,14 @@
 server ranks          shard k is kept by the k-th server
 workers on one host   shards lie in the host's shared memory, one per worker (if the rule can be shared)
 otherwise             shard k is kept by an activity of the k-th worker
+
+With a tree workers come in groups, by way of relays (relay.py). Inside a host there is nothing to save by that, so a
+tree is always one of messages, as if every worker were a host of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from manyhands.core.errors import PeerLost
@@ -19,43 +22,51 @@ from manyhands.topology.servers.inbox import Kept, pending_slots
 from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
+from manyhands.topology.servers.relay import Relay, RelayedLane, Tree
 from manyhands.topology.servers.shard import Shard
-from manyhands.topology.servers.sharding import Sharding, Shards, check_servers, cut
+from manyhands.topology.servers.sharding import Sharding, check_servers, cut
 from manyhands.topology.servers.shared import shared_lanes
 
 SMALL = 256 * 1024
 """Bytes of a shard that is not worth cutting further inside a host."""
 
-__all__ = ["Lane", "Sharding", "check_servers", "connect", "read_outcome", "serve", "waves"]
+__all__ = ["Lane", "Sharding", "Tree", "check_servers", "connect", "read_outcome", "serve", "waves"]
 
 
-def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> list[Lane]:
+def connect(
+    w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None
+) -> list[Lane]:
     """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
     me = w.workers.index(w.rank)
-    lanes: list[Lane]
     together = when.scope == "job"
-    if w.servers:
-        lanes = _message_lanes(w, w.servers, cut(w.flat, how, len(w.servers), rule), together)
+    one_host = not w.servers and len({w.transport.hosts[rank] for rank in w.workers}) == 1
+    if one_host and tree is None and "owner" not in rule.needs and not w.flat.is_meta:
+        shards = cut(w.flat, how, 1 if together else _worth_sharing(w), rule, at_most=True)
+        lanes: list[Lane] = list(shared_lanes(w, shards, when, rule, codec))
     else:
-        one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
-        if one_host and "owner" not in rule.needs and not w.flat.is_meta:
-            shards = cut(w.flat, how, 1 if together else _worth_sharing(w), rule, at_most=True)
-            lanes = list(shared_lanes(w, shards, when, rule, codec))
-        else:
-            shards = cut(w.flat, how, len(w.workers), rule, at_most=True)
-            keepers = w.workers[: len(shards)]
-            lanes = _message_lanes(w, keepers, shards, together)
-            if me < len(shards):
-                w.transport.spawn(_keeper(w, keepers, shards[me], when, rule, codec).serve)
+        lanes = _by_messages(w, how, when, rule, codec, tree)
     start = 0 if together else me % len(lanes)
     return lanes[start:] + lanes[:start]
 
 
-def _message_lanes(w: Worker, keepers: Sequence[int], shards: Shards, together: bool) -> list[Lane]:
-    """Lanes to shards that decide each for itself, or `together`: then all but the first follow that one."""
-    first = MessageLane(w, keepers[0], shards[0])
-    after = first if together else None
-    return [first, *(MessageLane(w, *one, after) for one in zip(keepers[1:], shards[1:], strict=True))]
+def _by_messages(
+    w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None
+) -> list[Lane]:
+    """Lanes to shards that ranks keep: servers, or workers beside their own work."""
+    shards = cut(w.flat, how, len(w.servers or w.workers), rule, at_most=not w.servers)
+    keepers = (w.servers or w.workers)[: len(shards)]
+    if w.rank in keepers:
+        spans = shards[keepers.index(w.rank)]
+        w.transport.spawn(_keeper(w, keepers, spans, when, rule, codec, tree).serve)
+    lane: Callable[..., MessageLane] = partial(MessageLane, w)
+    if tree is not None:
+        relay = next(group[0] for group in tree.divide(w.workers) if w.rank in group)
+        lane = partial(RelayedLane, w, relay=relay)
+        if w.rank == relay:
+            w.transport.spawn(Relay(w, tree, keepers, shards, when, codec).serve)
+    first = lane(keepers[0], shards[0])
+    after = first if when.scope == "job" else None  # then the first shard decides, and the others follow
+    return [first, *(lane(*one, after) for one in zip(keepers[1:], shards[1:], strict=True))]
 
 
 def waves(lanes: list[Lane], when: Consistency) -> list[list[Lane]]:
@@ -69,10 +80,10 @@ def _worth_sharing(w: Worker) -> int:
     return min(len(w.workers), 1 + nbytes // SMALL)
 
 
-def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> None:
+def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None) -> None:
     """The main program of a server rank."""
     shards = cut(w.flat, how, len(w.servers), rule)
-    _keeper(w, w.servers, shards[w.servers.index(w.rank)], when, rule, codec).serve()
+    _keeper(w, w.servers, shards[w.servers.index(w.rank)], when, rule, codec, tree).serve()
 
 
 def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
@@ -88,16 +99,24 @@ def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
 
 
 def _keeper(
-    w: Worker, keepers: Sequence[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec
+    w: Worker,
+    keepers: Sequence[int],
+    spans: list[Span],
+    when: Consistency,
+    rule: Rule,
+    codec: Codec,
+    tree: Tree | None,
 ) -> Keeper:
     own = partial(Holding, places=w.flat.places, rule=rule, knows_seen=True)
     weights = [w.flat.weights(span) for span in spans]
     holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]
-    workers = len(w.workers)
+    relays = tree.relays(w.workers) if tree else []
+    codec, clients = tree.what if tree else codec, len(relays or w.workers)
     ledger = Ledger(
-        workers, 0, slots=pending_slots(when, workers) + workers
+        clients, 0, slots=pending_slots(when, clients) + clients
     )  # a shard that follows may have to keep more
     seen = [[x.clone() for x in weights] for _ in w.workers] if "seen" in rule.needs else ()
     keeps = when.merges and (corrects(rule) or when.admit(WAITING))
     inbox = Kept(codec, weights) if keeps else LentInbox(codec)
-    return Keeper(w, Shard(holdings, when, ledger, inbox, w.batch_size, seen), keepers)
+    shard = Shard(holdings, when, ledger, inbox, w.batch_size, seen, len(w.workers))
+    return Keeper(w, shard, keepers, relays)

@@ -1,6 +1,6 @@
 """Where pushed gradients are until a shard applies them.
 
-Lent     in the messages that brought them; they go back to their senders       Means, Apart: what remains of them
+Lent     in the messages that brought them; they go back to their senders       Sums: what remains of them
 Lying    in memory where they can stay
 """
 
@@ -44,8 +44,8 @@ class Lying(Inbox, Protocol):
         """Gradients for the shard's `place`-th holding, to be read where they lie."""
 
 
-class Means:
-    """Of lent gradients, which go back before they are applied, the mean remains."""
+class Sums:
+    """Of lent gradients, which go back before they are applied, the sum remains."""
 
     def __init__(self, inbox: Lent, holdings: list[Holding], merges: bool) -> None:
         self._inbox = inbox
@@ -54,15 +54,13 @@ class Means:
 
     @torch.no_grad()
     def gradients(self, slots: list[int], place: int) -> list[Tensor]:
-        """The mean of some gradients, summed in this order."""
+        """The sum of some gradients, in this order."""
         g = self._sum[place]
         if not g.is_meta:
             self._inbox.write(slots[0], place, g)
             for slot in slots[1:]:
                 self._inbox.write(slot, place, self._one[place])
                 g.add_(self._one[place])
-            if len(slots) > 1:
-                g.div_(len(slots))
         return [g]
 
 

@@ -19,15 +19,19 @@ NEVER = 2**62
 _VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _BATCHES = range(8)
 _HEAD = 8
 _ROWS = 6
-_SLOT_ROWS = 2
+_SLOT_ROWS = 3
 
 
 class Pending(NamedTuple):
-    """A gradient that has not been applied: whose it is, where it lies, the version it was computed at."""
+    """A gradient that has not been applied: whose it is, where it lies, the version it was computed at.
+
+    It may be the sum of several; then its version is the oldest of theirs, and `terms` says how many they are.
+    """
 
     worker: int
     slot: int
     seen: int
+    terms: int = 1
 
 
 class Ledger:
@@ -50,7 +54,8 @@ class Ledger:
         after = _HEAD + _ROWS * workers
         self._head = cells[:_HEAD]
         self.clock, self.waiting, self.parked, self.lag, self.wanted, self.refused = rows
-        self._owner, self._seen = (cells[after + row * slots : after + (row + 1) * slots] for row in range(_SLOT_ROWS))
+        rows = [cells[after + row * slots : after + (row + 1) * slots] for row in range(_SLOT_ROWS)]
+        self._owner, self._seen, self._terms = rows
         self.counts = cells[after + _SLOT_ROWS * slots :]
         self.workers = workers
         self.slots = slots
@@ -110,12 +115,12 @@ class Ledger:
         """How many gradients have not been applied."""
         return self._head[_PENDING]
 
-    def add_pending(self, i: int, seen: int = 0) -> int:
+    def add_pending(self, i: int, seen: int = 0, terms: int = 1) -> int:
         """A gradient of worker `i` has come in, computed at version `seen`; returns the slot it has from now on."""
         slot = 0
         while self._owner[slot]:
             slot += 1
-        self._owner[slot], self._seen[slot] = i + 1, seen
+        self._owner[slot], self._seen[slot], self._terms[slot] = i + 1, seen, terms
         self._head[_PENDING] += 1
         self.waiting[i] += 1
         return slot
@@ -124,11 +129,11 @@ class Ledger:
         """In the order of ranks, and of one rank in the order they came."""
         owned = ((owner, slot) for slot, owner in enumerate(self._owner) if owner)
         found = sorted(islice(owned, self.pending))  # they lie in the lowest slots, so this does not look far
-        return [Pending(owner - 1, slot, self._seen[slot]) for owner, slot in found]
+        return [Pending(owner - 1, slot, self._seen[slot], self._terms[slot]) for owner, slot in found]
 
     def take(self, some: Sequence[Pending]) -> None:
         """These are applied, or dropped: from now on they are not pending."""
-        for i, slot, _ in some:
+        for i, slot, *_ in some:
             self._owner[slot] = 0
             self.waiting[i] -= 1
             self._head[_LEFT_BEHIND] -= self.has_left(i)

@@ -5,12 +5,12 @@ worker                          keeper
   <-----------------  WEIGHTS (version, lag)
   PUSH (version seen) ---------->  push: apply, free the parked
   DONE  ------------------------>  leave
-  FINAL ------------------------>  answered when all are done
+  FINAL ------------------------>  answered LAST (the weights) when all are done
 
 Around a checkpoint workers rest: they have left, but will be back.
 
   REST  ------------------------>  leave
-  FINAL, SAVE ------------------>  answered when all rest: the weights, STATE
+  FINAL, SAVE ------------------>  answered when all rest: LAST, STATE
   JOIN  ------------------------>  back at the slowest clock, answered READY
   RESTORE ---------------------->  remember what was saved, answered READY
 
@@ -19,12 +19,15 @@ If one shard decides for all, its keeper tells the others whose gradients made a
   first keeper  ORDER (workers) ----------------->  other keepers
 
 Workers then ask the first before the others, and want from those at least the version they have seen there.
+
+In a tree of servers it is not the workers that come to a keeper, but the relays of their groups: see relay.py.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +45,31 @@ PUSH, WEIGHTS = Tag("push", carries="vectors"), Tag("weights", carries="floats")
 EXCHANGE, MOVED = Tag("exchange", carries="floats"), Tag("moved", carries="floats")
 REST, JOIN, READY = Tag("rest", carries="nothing"), Tag("join", carries="nothing"), Tag("ready", carries="nothing")
 SAVE, STATE, RESTORE = Tag("save", carries="nothing"), Tag("state"), Tag("restore")
+LAST = Tag("last-weights", carries="floats")
 ORDER = Tag("next-update", credit=64, carries="nothing")
 
 AT_WORK = PUSH, ASK, EXCHANGE, DONE, REST, JOIN, RESTORE, ORDER
 AT_REST = FINAL, SAVE
 """What a keeper answers at any time, and what it answers only while everyone rests."""
+
+
+class Pushed(NamedTuple):
+    """What comes with a pushed gradient: of a sum of several the oldest version, and how many they are."""
+
+    seen: int
+    untouched: Sequence[int]
+    lengths: Sequence[int]
+    """For every span of the shard how many tensors its payload has."""
+    batches: int
+    terms: int = 1
+
+    def regroup(self, tensors: Sequence[Tensor]) -> Payload:
+        """A message's tensors, as one payload per span."""
+        groups, start = [], 0
+        for length in self.lengths:
+            groups.append(tensors[start : start + length])
+            start += length
+        return groups
 
 
 class LentInbox:
@@ -72,14 +95,19 @@ class LentInbox:
 
 
 class Keeper:
-    """The loop of a rank that keeps a shard; `keepers` are all such ranks: none of them can be spared."""
+    """The loop of a rank that keeps a shard; `keepers` are all such ranks: none of them can be spared.
 
-    def __init__(self, w: Worker, shard: Shard, keepers: Sequence[int]) -> None:
+    Nor can `relays`, if there are any: then they come here, and not the workers.
+    """
+
+    def __init__(self, w: Worker, shard: Shard, keepers: Sequence[int], relays: Sequence[int] = ()) -> None:
         self._w = w
         self._t = w.transport
         self._shard = shard
         self._keepers = keepers
-        self._number = {rank: i for i, rank in enumerate(w.workers)}
+        self._vital = {*keepers, *relays}
+        self._clients = relays or w.workers
+        self._number = {rank: i for i, rank in enumerate(self._clients)}
         self._resting: set[int] = set()
         if shard.when.scope == "job":
             if w.rank == keepers[0]:
@@ -111,7 +139,7 @@ class Keeper:
                 self._lose(loss)
 
     def _lose(self, loss: PeerLost) -> None:
-        if loss.rank in self._keepers:
+        if loss.rank in self._vital:
             raise loss
         if loss.rank in self._number:
             self._resting.discard(self._number[loss.rank])
@@ -124,11 +152,11 @@ class Keeper:
             try:
                 message = recv(self._t, FINAL, frm=lead)
             except PeerLost as loss:
-                if loss.rank in self._keepers:
+                if loss.rank in self._vital:
                     raise
             else:
                 self._catch_up(*message.meta)
-                self._send_weights(lead)
+                self._send_weights(lead, LAST)
                 return
 
     def _handle(self, message: Message) -> None:
@@ -138,10 +166,7 @@ class Keeper:
             return
         i = self._number[message.frm]
         if tag == PUSH:
-            seen, untouched, lengths, batches = message.meta
-            payload = _regroup(message.tensors, lengths)
-            self._w.move(shard.nbytes)
-            self._answer(shard.push(i, payload, seen, untouched, message.release, batches=batches))
+            self._take(i, Pushed(*message.meta), message)
         elif tag == ASK:
             if shard.pull(i, *message.meta):
                 self._answer([i])
@@ -155,6 +180,13 @@ class Keeper:
         else:
             self._handle_checkpoint(message, i)
 
+    def _take(self, i: int, pushed: Pushed, message: Message) -> None:
+        """A gradient has come in."""
+        self._w.move(self._shard.nbytes)
+        payload, (seen, untouched, _, batches, terms) = pushed.regroup(message.tensors), pushed
+        freed = self._shard.push(i, payload, seen, untouched, message.release, batches=batches, terms=terms)
+        self._answer(freed)
+
     def _handle_checkpoint(self, message: Message, i: int) -> None:
         shard, tag = self._shard, message.tag
         if tag == REST:
@@ -162,7 +194,7 @@ class Keeper:
             self._answer(shard.leave(i))
         elif tag == FINAL:
             self._catch_up(*message.meta)
-            self._send_weights(message.frm)
+            self._send_weights(message.frm, LAST)
         elif tag == SAVE:
             self._catch_up(*message.meta)
             found = shard.pieces(self._w.flat.places)
@@ -181,15 +213,15 @@ class Keeper:
     def _answer(self, admitted: list[int]) -> None:
         for i in admitted:
             self._w.move(self._shard.nbytes)
-            copies = self._send_weights(self._w.workers[i])
+            copies = self._send_weights(self._clients[i], WEIGHTS)
             if self._shard.seen:
                 self._shard.seen[i] = copies  # nobody changes them, so what was sent need not be copied again
 
-    def _send_weights(self, rank: int) -> list[Tensor]:
+    def _send_weights(self, rank: int, tag: Tag) -> list[Tensor]:
         """Send a copy: the shard goes on changing its own weights."""
         ledger, i = self._shard.ledger, self._number[rank]
         copies = [h.weights if h.weights.is_meta else h.weights.clone() for h in self._shard.holdings]
-        self._t.send(rank, WEIGHTS, (ledger.version, ledger.lag[i], ledger.refused[i]), copies)
+        self._t.send(rank, tag, (ledger.version, ledger.lag[i], ledger.refused[i]), copies)
         ledger.refused[i] = 0
         return copies
 
@@ -210,8 +242,16 @@ class MessageLane:
         self._keeper = keeper
         self._version = 0
 
+    def _say(self, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> None:
+        """Tell whoever this lane leads to."""
+        self._t.send(self._keeper, tag, meta, tensors)
+
+    def _hear(self, tag: Tag) -> Message:
+        """What it answers."""
+        return recv(self._t, tag, frm=self._keeper)
+
     def ask(self) -> None:
-        self._t.send(self._keeper, ASK, self._wanted)
+        self._say(ASK, self._wanted)
 
     @property
     def _wanted(self) -> Meta:
@@ -219,7 +259,9 @@ class MessageLane:
         return (0 if self._first is None else self._first._version,)
 
     def pull(self, into: Sequence[Tensor]) -> None:
-        message = recv(self._t, WEIGHTS, frm=self._keeper)
+        self._read(self._hear(WEIGHTS), into)
+
+    def _read(self, message: Message, into: Sequence[Tensor]) -> None:
         _copy(message.tensors, into)
         message.release()
         self._version, self.lag, refused = message.meta
@@ -228,15 +270,15 @@ class MessageLane:
     def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1) -> None:
         lengths = tuple(len(tensors) for tensors in payload)
         seen = (self._first or self)._version  # who follows may have been read later, but judges as the first does
-        meta = seen, tuple(untouched), lengths, batches
-        self._t.send(self._keeper, PUSH, meta, [x for p in payload for x in p])
+        pushed = Pushed(seen, tuple(untouched), lengths, batches)
+        self._say(PUSH, pushed, [x for p in payload for x in p])
 
     def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
         self._t.send(self._keeper, EXCHANGE, (alpha,), xs)
         return list(recv(self._t, MOVED, frm=self._keeper).keep())
 
     def done(self) -> None:
-        self._t.send(self._keeper, DONE)
+        self._say(DONE)
 
     def lose(self, loss: PeerLost) -> None:
         """Its keeper is told as we are; without that nothing goes on."""
@@ -244,11 +286,11 @@ class MessageLane:
             raise loss
 
     def rest(self) -> None:
-        self._t.send(self._keeper, REST)
+        self._say(REST)
 
     def join(self) -> None:
-        self._t.send(self._keeper, JOIN)
-        recv(self._t, READY, frm=self._keeper)
+        self._say(JOIN)
+        self._hear(READY)
 
     def state(self) -> list[Piece]:
         self._t.send(self._keeper, SAVE, self._wanted)
@@ -264,7 +306,7 @@ class MessageLane:
 
     def final(self, into: Sequence[Tensor]) -> None:
         self._t.send(self._keeper, FINAL, self._wanted)
-        self.pull(into)
+        self._read(recv(self._t, LAST, frm=self._keeper), into)
 
 
 @torch.no_grad()
@@ -277,12 +319,3 @@ def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
 def _overlap(one: Span, other: Span) -> bool:
     """Whether two spans have something in common."""
     return one.part == other.part and one.start < other.stop and other.start < one.stop
-
-
-def _regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> list[Sequence[Tensor]]:
-    """One message's tensors, as one payload per span."""
-    groups, start = [], 0
-    for length in lengths:
-        groups.append(tensors[start : start + length])
-        start += length
-    return groups

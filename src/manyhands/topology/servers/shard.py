@@ -9,6 +9,9 @@ A gradient's staleness is the version it is applied to minus the version its wor
 push. For a rule that needs to know what a gradient was computed at, the weights each worker read last are kept: a
 copy, replaced whenever that worker reads. They are not saved: whoever is resumed reads before it pushes.
 
+What is pushed may be the sum of several gradients (relay.py). A mean is then the sum of sums over the sum of their
+counts, never a mean of means; where nothing is merged, such a sum is one update, in full.
+
 Nothing here sends or waits. Two ways lead to a shard: messages (a loop on the rank that keeps it) and
 shared memory (whoever pushes runs these same methods under the host's lock). Gradients are summed in
 the order of ranks, so a bulk result does not depend on who came first.
@@ -27,7 +30,7 @@ from manyhands.core.flat import Place
 from manyhands.core.holding import Holding, corrects
 from manyhands.core.protocols import At, Consistency, Picks, Saved
 from manyhands.core.saving import Piece, pieces, restore
-from manyhands.topology.servers.inbox import Lent, Lying, Means, Payload
+from manyhands.topology.servers.inbox import Lent, Lying, Payload, Sums
 from manyhands.topology.servers.ledger import Ledger, Pending
 
 NOBODY: tuple[int, Sequence[Tensor]] = 0, ()
@@ -38,7 +41,11 @@ SAMPLES = ":samples"
 
 
 class Shard:
-    """State and decisions of one server shard; workers are numbered from 0."""
+    """State and decisions of one server shard; workers are numbered from 0.
+
+    If they do not come by themselves, whoever comes for several of them is numbered, and `workers` says how many
+    workers there are.
+    """
 
     def __init__(
         self,
@@ -48,14 +55,16 @@ class Shard:
         inbox: Lent | Lying,
         batch_size: int,
         seen: Sequence[Sequence[Tensor]] = (),
+        workers: int | None = None,
     ) -> None:
         self.holdings = holdings
         self.when = when
         self.ledger = ledger
         self._inbox = inbox
         self._batch_size = batch_size
+        self._workers = workers or ledger.workers
         self._accept = when.accept if isinstance(when, Picks) else None
-        self._gradients = (inbox if isinstance(inbox, Lying) else Means(inbox, holdings, when.merges)).gradients
+        self._gradients = (inbox if isinstance(inbox, Lying) else Sums(inbox, holdings, when.merges)).gradients
         self.nbytes = sum(h.weights.nbytes for h in holdings)
         self.seen = list(seen)
         """For every worker the weights it read last, a tensor per holding; nothing if the rule does not need them."""
@@ -88,9 +97,11 @@ class Shard:
         release: Callable[[], None] = lambda: None,
         into: Sequence[Tensor] = (),
         batches: int = 1,
+        terms: int = 1,
     ) -> list[int]:
         """Take a gradient of some mini-batches, computed at version `seen`; returns the parked that may read now.
 
+        If it is the sum of several gradients, `terms` says of how many, and `seen` is the oldest of their versions.
         If it is applied at once and its worker may read on, the weights are copied `into` its memory on the way.
         """
         ledger = self.ledger
@@ -100,7 +111,7 @@ class Shard:
             ledger.lag[i] = lag
         self.copied, self._asks = -1, (i, into)
         if self._accept is None or self._accept(lag, bool(ledger.waiting[i])):
-            self._inbox.put(ledger.add_pending(i, seen), payload, untouched, release)
+            self._inbox.put(ledger.add_pending(i, seen, terms), payload, untouched, release)
         else:
             ledger.refused[i] = 1
             release()
@@ -137,7 +148,7 @@ class Shard:
         """Apply what is ready, then ask again for whoever that may have freed."""
         ledger, applied = self.ledger, []
         while (due := self._due()) is not None:
-            applied += [worker for worker, _, _ in due]
+            applied += [one.worker for one in due]
             groups = [due] if self.when.merges else [[one] for one in due]
             for group in groups:
                 self._hands_on = group is groups[-1] and self._may_read_on()
@@ -172,7 +183,7 @@ class Shard:
         due = ledger.all_pending()
         ledger.take(due)
         if self.announce is not None:
-            self.announce([worker for worker, _, _ in due])
+            self.announce([one.worker for one in due])
         return due
 
     def _ordered(self) -> list[Pending] | None:
@@ -204,12 +215,14 @@ class Shard:
         """One update with the mean of the gradients of `group`, summed in rank order."""
         if not group:
             return
-        slots = [slot for _, slot, _ in group]
+        slots = [one.slot for one in group]
         gradients = [self._gradients(slots, place) for place in range(len(self.holdings))]
         untouched = frozenset.intersection(*[self._inbox.take(slot) for slot in slots])
         into = self.memories(*self._asks) if self._hands_on else [()] * len(self.holdings)
         for place, holding in enumerate(self.holdings):
-            holding.merge(gradients[place], self._at(group, place), untouched, into[place], self._each(group, place))
+            at, each = self._at(group, place), self._each(group, place)
+            over = at.count if self.when.merges else 1
+            holding.merge(gradients[place], at, untouched, into[place], each, over)
         if self._hands_on:
             self.copied = self.ledger.version + 1
 
@@ -223,10 +236,10 @@ class Shard:
         ledger, first = self.ledger, group[0].worker
         return At(
             self.holdings[place].weights,
-            lag=ledger.version - min([seen for _, _, seen in group]),
+            lag=ledger.version - min([one.seen for one in group]),
             rank=first,
-            count=len(group),
-            workers=ledger.workers,
+            count=sum([one.terms for one in group]),
+            workers=self._workers,
             samples=ledger.batches * self._batch_size,
             seen=self.seen[first][place] if self.seen else None,
         )
