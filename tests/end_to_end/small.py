@@ -14,6 +14,7 @@ from manyhands.strategies.growing_batch import GrowingBatch
 METHODS = {
     "bsp": mh.bsp,
     "bsp_server": mh.bsp_server,
+    "hybrid": mh.hybrid,
     "bmuf": mh.bmuf,
     "adaptive_batch": lambda lr=0.3, rule=None: GrowingBatch(rule or Sgd(lr), 2, (24,), most=2),
     "ssp": mh.ssp,
@@ -30,7 +31,7 @@ METHODS = {
     "gpipe": mh.gpipe,
     "pipedream": mh.pipedream,
 }
-SERVED = ["bsp_server", "ssp", "downpour", "dc_asgd", "easgd asynchronous", "sandblaster"]
+SERVED = ["bsp_server", "hybrid", "ssp", "downpour", "dc_asgd", "easgd asynchronous", "sandblaster"]
 """Those that may have server ranks."""
 ONE_HOST = ["hogwild", "asysvrg"]
 """Those whose workers share memory."""
