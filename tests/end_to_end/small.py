@@ -16,6 +16,7 @@ METHODS = {
     "bsp": mh.bsp,
     "bsp_server": mh.bsp_server,
     "hierarchical_server": mh.hierarchical_server,
+    "hybrid": mh.hybrid,
     "bmuf": mh.bmuf,
     "adaptive_batch": lambda lr=0.3, rule=None: GrowingBatch(rule or Sgd(lr), 2, (24,), most=2),
     "ssp": mh.ssp,
@@ -35,7 +36,7 @@ METHODS = {
     "pipedream": mh.pipedream,
 }
 SERVED = [
-    *["bsp_server", "hierarchical_server", "ssp", "downpour", "dc_asgd", "k_sync", "softsync"],
+    *["bsp_server", "hierarchical_server", "hybrid", "ssp", "downpour", "dc_asgd", "k_sync", "softsync"],
     *["easgd asynchronous", "sandblaster"],
 ]
 """Those that may have server ranks."""

@@ -11,7 +11,7 @@ from manyhands.tasks import load
 
 from .small import METHODS, ONE_HOST, SERVED, model, steps_of, task
 
-STOPPING = ["bsp", "bsp_server", "hierarchical_server", "easgd", "asysvrg", "gpipe", "pipedream"]
+STOPPING = ["bsp", "bsp_server", "hierarchical_server", "hybrid", "easgd", "asysvrg", "gpipe", "pipedream"]
 """Everyone is needed: a lost worker ends the run."""
 GOING_ON = [
     *((method, place) for method in SERVED if not METHODS[method]().lockstep for place in ("servers", "one host")),

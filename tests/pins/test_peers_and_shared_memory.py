@@ -11,7 +11,7 @@ from toys import probed, toy_t
 
 import manyhands as mh
 from manyhands.core.protocols import At
-from manyhands.rules import Momentum, Sgd
+from manyhands.rules import Adagrad, Momentum, Sgd
 from manyhands.splits.data import Share
 
 # -- Hogwild! -------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_so_do_disjoint_rows_of_one_sparse_table(order, method):
     assert table.flatten().tolist() == pytest.approx([0.271, 1.464], abs=1e-9)
 
 
-@pytest.mark.parametrize("rule", [Sgd(0.1), Sgd(0.1, weight_decay=0.1), Momentum(0.1)])
+@pytest.mark.parametrize("rule", [Sgd(0.1), Adagrad(0.1), Sgd(0.1, weight_decay=0.1), Momentum(0.1)])
 def test_one_worker_with_sparse_rows_is_sequential_bit_for_bit(rule):
     """Rows come twice in a mini-batch, and some never; a rule that moves those too sees them dense."""
     task = rows(12, batch_size=5, rows=9, dense=True)

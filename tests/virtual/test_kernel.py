@@ -398,6 +398,7 @@ MODES = {
     "torch.inference_mode": torch.inference_mode,
     "torch.autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "a torch device or dispatch mode": lambda: torch.device("meta"),
+    "hooks of saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
 }
 WAITS = {
     "recv": lambda t: t.recv(NEVER),

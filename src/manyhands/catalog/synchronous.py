@@ -12,9 +12,10 @@ from manyhands.rules import Sgd
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.elastic import Elastic
 from manyhands.strategies.growing_batch import GrowingBatch
+from manyhands.strategies.hybrid import Hybrid
 from manyhands.strategies.server import Server
 
-__all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd", "hierarchical_server"]
+__all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd", "hierarchical_server", "hybrid"]
 
 
 def bsp(lr: float = 0.3, rule: Rule | None = None, collective: str = "auto") -> AllReduce:
@@ -208,3 +209,44 @@ def adaptive_batch(lr: float = 0.3, factor: int = 2, most: int = 4, rule: Rule |
         rule: how the mean gradient is applied, instead of SGD with lr.
     """
     return GrowingBatch(rule or Sgd(lr), factor, most=most)
+
+
+def hybrid(
+    lr: float = 0.3,
+    threshold: float = 0.5,
+    rule: Rule | None = None,
+    sparse_rule: Rule | None = None,
+    collective: str = "auto",
+) -> Hybrid:
+    """Hybrid of all-reduce and servers: a collective for dense gradients, shards for the rows of sparse embeddings.
+
+    split: data. when: bulk. who: a collective; for embeddings with sparse gradients shards of rows, at the servers or
+    at all workers. what: raw, and of a table only the rows that a mini-batch reads or touches. how: any rule; for rows
+    one that moves nothing without a gradient.
+
+        dense:  g = (1/P) sum_k g_k;  w <- w - eta g
+        table:  worker: pull the rows r that B_k reads;  push (r, g_k,r) of those it touches
+                shard:  when all P have pushed: w_r <- w_r - eta (1/P) sum_k g_k,r for every row r that somebody touched
+        alpha:  the fraction of rows that a mini-batch touches, in the first step; a table with a mean alpha of
+                `threshold` or more is dense from then on
+
+    With plain SGD the result is that of bsp. Of a table of W bytes 4 alpha W (N - 1) / N go in and out of each of N
+    machines, and the numbers of rows, instead of 4 W (N - 1) / N. An embedding is sparse if it was made with
+    sparse=True; its weights must be read by calling it, since a worker has no other rows up to date. Rules with a
+    memory that fades (momentum, Adam) are refused for tables, and so is a norm to clip, which would need both halves.
+    A lost worker ends the run.
+
+    Reference: S. Kim et al., Parallax: sparsity-aware data parallel training of deep neural networks, 2018,
+        arXiv:1808.02621
+    Loops: strategies/hybrid.py Hybrid.step; strategies/hybrid.py Hybrid.measure;
+        topology/tables/keeper.py Keeper.serve; topology/tables/spread.py Spread.pull;
+        topology/tables/spread.py Spread.push; strategies/allreduce.py AllReduce.step
+
+    Args:
+        lr: eta, the learning rate.
+        threshold: the fraction alpha of touched rows from which on a table is treated as dense; 0: all, above 1: none.
+        rule: how the mean gradient is applied, instead of SGD with lr.
+        sparse_rule: how that of a table is applied, such as adagrad(0.1), if not like all others.
+        collective: how dense gradients are summed: auto, native, shared, ring, tree, butterfly or rabenseifner.
+    """
+    return Hybrid(rule or Sgd(lr), sparse_rule, threshold, collective)

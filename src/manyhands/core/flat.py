@@ -254,9 +254,9 @@ class Flat:
             part.outgoing = memory
         self._gradients = self._gradient_views()
 
-    def keep_rows(self) -> None:
+    def keep_rows(self, keep: bool = True) -> None:
         """Leave sparse gradients sparse from now on: they come to lie in `rows` and not in the flat gradient."""
-        self._keeps_rows = True
+        self._keeps_rows = keep
 
     def named(self) -> dict[str, Tensor]:
         """Every trainable parameter by name, copied."""

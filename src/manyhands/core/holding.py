@@ -59,11 +59,17 @@ class Moves(Protocol):
 class Skips(Protocol):
     """A rule for which no gradient may mean no step, so that a sparse gradient need touch nothing but its rows.
 
-    That asks for a rule without memory: what fades, decays or is averaged moves with every update, gradient or not.
+    That asks for a rule whose memory stays as it is without a gradient: what fades, decays or is averaged moves with
+    every update, gradient or not.
     """
 
     def can_skip(self) -> bool:
         """Whether it may with its knobs."""
+
+
+def skips(rule: Rule) -> bool:
+    """Whether no gradient is no step."""
+    return isinstance(rule, Skips) and rule.can_skip()
 
 
 @runtime_checkable
@@ -210,12 +216,15 @@ class Holding:
         place = self.marks.index(mark)
         _, start, stop = self._segments[place]
         rows, g = grad.indices()[0], grad.values()
-        weights = self.weights[start:stop].view(-1, *g.shape[1:])
+        weights, *memory = (x[start:stop].view(-1, *g.shape[1:]) for x in (self.weights, *self._states[0].values()))
         self.counts[place] += 1
-        at.weights, at.state, at.updates = weights[rows], {}, self.counts[place]
+        at.weights, at.updates = weights[rows], self.counts[place]
+        at.state = {name: x[rows] for name, x in zip(self._states[0], memory, strict=True)}
         step = self.rule(g, at)
         assert step is not None
         weights.index_add_(0, rows, step)
+        for name, x in zip(self._states[0], memory, strict=True):
+            x[rows] = at.state[name]
 
     def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool, over: int = 1) -> None:
         if self.weights.is_meta:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from manyhands.core.budget import Segment
 from manyhands.core.errors import Refused
 from manyhands.core.gather import Gathered, gather, need_all
 from manyhands.core.meeting import meet
-from manyhands.core.protocols import Batch, Finishes, Rests, Saves, Serves, Strategy, Transport, Weights
+from manyhands.core.protocols import Batch, Finishes, Notes, Rests, Saves, Serves, Strategy, Transport, Weights
 from manyhands.core.saving import Snapshot, own, section, under
 from manyhands.core.task import Task
 from manyhands.core.worker import Worker
@@ -93,11 +93,12 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
 def _train(job: Job, w: Worker, strategy: Strategy) -> None:
     """Segment after segment. Only models are run with gradients: see `Worker` and `Stage`."""
     batches = job.batches(w.transport, w.step)
+    notes: Callable[[], Mapping[str, Any]] = strategy.notes if isinstance(strategy, Notes) else dict
     for segment in job.segments:
         while segment.budget.grant(w.transport):
             loss = strategy.step(w, next(batches))
             w.step += 1
-            job.observe(_line(w, loss))
+            job.observe(_line(w, loss) | dict(notes()))
         stopped = segment.budget.stopped
         if job.save is not None and (job.saves_segments or stopped):
             _save(job.save, None if stopped else segment.stop, w, strategy)

@@ -282,7 +282,7 @@ Weights = Mapping[str, Tensor]
 class Strategy(Protocol):
     """One way of training: a dataclass of knobs with the loop of a worker.
 
-    What only some need (`Checks`, `Divides`, `Finishes`, `Serves`, below) a strategy simply has or has not.
+    What only some need (`Checks`, `Notes`, `Divides`, `Finishes`, `Serves`, below) a strategy simply has or has not.
     """
 
     lockstep: ClassVar[bool]
@@ -314,6 +314,14 @@ class Remarks(Protocol):
 
     def remarks(self, steps: int) -> Sequence[str]:
         """What one should know about a run of that many steps."""
+
+
+@runtime_checkable
+class Notes(Protocol):
+    """A strategy that decides something on the way."""
+
+    def notes(self) -> Mapping[str, Any]:
+        """What it has decided in the last step, for the record; mostly nothing."""
 
 
 @runtime_checkable

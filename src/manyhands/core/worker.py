@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import torch
@@ -66,6 +67,8 @@ class Worker:
         self.servers: Sequence[int] = range(workers, transport.size)
         self.trains: nn.Module = model
         """The part of the model that this rank trains; a pipeline makes it smaller."""
+        self.apart: Collection[str] = ()
+        """Parameters of it that a method looks after by other means: they are not in `flat`."""
         self.step = 0
         self.lag = 0
         self.gatherings = 0
@@ -79,7 +82,7 @@ class Worker:
         for name, p in named.items():
             if not p.is_meta and not bool((p.isfinite() if p.requires_grad else ~p.isnan()).all()):
                 raise Refused(f"{name} holds NaN or infinity before the first step, but must be finite")
-        return Flat(named)
+        return Flat({name: p for name, p in named.items() if name not in self.apart})
 
     @cached_property
     def _parameters(self) -> int:
@@ -152,6 +155,15 @@ class Worker:
     def seed_torch(self, rank: int, step: int, key: int = 0) -> None:
         """Make dropout and the like depend on (seed, rank, step) only, in every world and after a resume."""
         torch.default_generator.manual_seed(hash((self.seed, rank, step, key)) % 2**63)
+
+    @contextmanager
+    def waiting_in_forward(self) -> Iterator[None]:
+        """Wait for others while the model runs: in virtual time they seed the same generator meanwhile."""
+        state = torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
 
     def checked(self, loss: Tensor) -> float:
         """The loss as a number, if it is one."""

@@ -1,7 +1,7 @@
 """The record of a run: one JSON object per line. Reports, tables and plots read only these.
 
 First line  what ran where: method, task, world, and role, rank, host (and process, when real) of everyone
-then        one line per step and rank: step, rank, time, loss, samples, bytes, lag, waited
+then        one line per step and rank: step, rank, time, loss, samples, bytes, lag, waited; what a method decided in it
 last line   how it ended
 """
 

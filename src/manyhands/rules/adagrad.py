@@ -46,6 +46,10 @@ class Adagrad:
         """h, the sum of squares."""
         return {"h": torch.zeros_like(weights)}
 
+    def can_skip(self) -> bool:
+        """Without a gradient h stays, and nothing moves."""
+        return True
+
     def __call__(self, g: Tensor, at: At) -> Tensor:
         h = at.state["h"].addcmul_(g, g)
         root = h.sqrt()

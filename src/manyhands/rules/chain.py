@@ -19,6 +19,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.holding import skips
 from manyhands.core.protocols import At, Remembers, Rule, State
 
 
@@ -44,6 +45,10 @@ class Chain:
     def corrects(self) -> bool:
         """Whether it begins with links that look at each gradient by itself, before any mean."""
         return self._first > 0
+
+    def can_skip(self) -> bool:
+        """Whether no gradient is no step: if it is none for any link."""
+        return all(skips(link) for link in self.links)
 
     def init(self, weights: Tensor) -> State:
         """The states of all links under their numbers."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.core.flat import Span
-from manyhands.core.holding import replica
+from manyhands.core.flat import Part, Span
+from manyhands.core.holding import Holding, replica
 from manyhands.core.protocols import At, Batch, Rule, Saved, Tag, Weights, recv
 from manyhands.core.saving import join, pieces, restore, section, under
 from manyhands.core.worker import Worker
@@ -25,6 +25,13 @@ from manyhands.topology.collectives import all_reducer
 from manyhands.topology.pool import Pool
 
 BUCKET, REDUCED = Tag("bucket", credit=4096), Tag("reduced", credit=4096)
+
+
+def apply_sum(w: Worker, part: Part, held: Holding) -> None:
+    """Move the weights of one part by a gradient that was summed over everyone: by the mean."""
+    w.move(part.outgoing.nbytes)
+    at = At(held.weights, samples=w.samples, count=len(w.workers))
+    held.update(part.grad, at, part.untouched(), over=len(w.workers))
 
 
 @dataclass
@@ -67,9 +74,7 @@ class AllReduce:
             for part in w.flat.parts:
                 self.sum.all_reduce(part.outgoing)
         for part, held in zip(w.flat.parts, self.held, strict=True):
-            w.move(part.outgoing.nbytes)
-            at = At(held.weights, samples=w.samples, count=len(w.workers))
-            held.update(part.grad, at, part.untouched(), over=len(w.workers))
+            apply_sum(w, part, held)
         return loss
 
     def step_with_overlap(self, w: Worker, batch: Batch) -> float:

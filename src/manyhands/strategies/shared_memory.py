@@ -8,8 +8,9 @@ what   nothing is sent                          how   any Rule, straight into th
 
 Two workers that write the same number at once may lose one of the writes; that is part of the method.
 Parameters that a mini-batch did not touch are not written, and of a sparse gradient only its rows: workers whose
-samples have nothing in common then do not meet at all. Only plain SGD can do that; with a rule that remembers or decays
-every update moves all rows, so there sparse gradients are made dense. A rule's memory is each worker's own.
+samples have nothing in common then do not meet at all. Only plain SGD and Adagrad can do that; with a rule whose memory
+fades, or that decays, every update moves all rows, so there sparse gradients are made dense. A rule's memory is each
+worker's own.
 
 With `snapshot` a worker copies the weights before it computes. It then sees one w from the first layer to the last and
 back, and reads what others write (which is slow, for their caches hold it) once per mini-batch.
@@ -22,7 +23,7 @@ from typing import ClassVar
 
 from manyhands.core.flat import Part
 from manyhands.core.gather import gather
-from manyhands.core.holding import Holding, Skips, replica
+from manyhands.core.holding import Holding, replica, skips
 from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
 from manyhands.core.saving import collect, join, own, pieces, restore, section, under
 from manyhands.core.worker import Worker
@@ -49,7 +50,7 @@ class SharedMemory:
         if not self.snapshot:
             w.flat.move_to(self.weights)
         self.held = replica(w.flat, self.rule, self.weights)
-        if isinstance(self.rule, Skips) and self.rule.can_skip():
+        if skips(self.rule):
             w.flat.keep_rows()
 
     def step(self, w: Worker, batch: Batch) -> float:

@@ -8,8 +8,8 @@ run depends on nothing but its inputs.
     heap      (time, number, action, argument): what happens later
 
 Torch keeps some state per thread, and all ranks share one thread: grad mode is carried by the kernel;
-a wait under inference mode, autocast, a device or dispatch mode, or inside a backward pass (whose
-queue belongs to the thread) would leak into another rank and is refused.
+a wait under inference mode, autocast, a device or dispatch mode, hooks of saved tensors, or inside a backward
+pass (whose queue belongs to the thread) would leak into another rank and is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from manyhands.core.errors import Deadlock, MayNotWait
 _graph_task, _autocast = torch._C._current_graph_task_id, torch._C._is_any_autocast_enabled
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _inference, _grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
+_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def leaking_mode() -> str | None:
@@ -38,6 +39,8 @@ def leaking_mode() -> str | None:
         return "torch.inference_mode"
     if _functions() or _dispatches():
         return "a torch device or dispatch mode"
+    if _saved_tensors(True) is not None:
+        return "hooks of saved tensors"
     return "torch.autocast" if _autocast() else None
 
 

@@ -11,8 +11,16 @@
 Additions are free here. The virtual world takes exactly these times when P is a power of two that divides m.
 Butterfly and Rabenseifner cost the same when γ m G / L = lg P / (lg P - 2 (P - 1) / P).
 
+What goes in and out of one machine per step, for a parameter of w bytes of which a mini-batch touches the fraction α of
+rows (N machines, each with a worker and an even share of the shards; row numbers not counted):
+
+    dense                4 w (N - 1) / N       ring, Rabenseifner, or shards
+    sparse, shards       4 α w (N - 1) / N     rows are pushed, rows are pulled
+    sparse, all-gather   2 α w (N - 1)         everyone gets everyone's rows: the same for N = 2, more for N > 2
+    dense, one server    2 w (N - 1)           that machine alone
+
 Reference: E. Chan et al., "Collective communication: theory, practice, and experience", 2007,
-https://doi.org/10.1002/cpe.1206.
+https://doi.org/10.1002/cpe.1206; for sparse parameters: S. Kim et al., "Parallax", 2018, arXiv:1808.02621.
 """
 
 from __future__ import annotations
@@ -44,3 +52,17 @@ def crossover(P: int) -> float:
     lg = math.log2(P)
     saved = lg - 2 * (P - 1) / P
     return lg / saved if saved > 0 else math.inf
+
+
+def machine_bytes(how: str, N: int, w: float, α: float = 1.0) -> float:
+    """Bytes in and out of one machine per step; `how` is a name of the second table above."""
+    refuse_unless(N >= 1, "machines", N, ">= 1")
+    refuse_unless(0 <= α <= 1, "the fraction of rows", α, ">= 0 and <= 1")
+    terms = {
+        "dense": 4 * w * (N - 1) / N,
+        "sparse, shards": 4 * α * w * (N - 1) / N,
+        "sparse, all-gather": 2 * α * w * (N - 1),
+        "dense, one server": 2 * w * (N - 1),
+    }
+    refuse_unless(how in terms, "how", how, f"one of {'; '.join(terms)}")
+    return terms[how]
