@@ -49,7 +49,7 @@ class SharedMemory:
         if not self.snapshot:
             w.flat.move_to(self.weights)
         self.held = replica(w.flat, self.rule, self.weights)
-        if isinstance(self.rule, Skips) and self.rule.can_skip():
+        if all(isinstance(held.rule, Skips) and held.rule.can_skip() for held in self.held):
             w.flat.keep_rows()
 
     def step(self, w: Worker, batch: Batch) -> float:
