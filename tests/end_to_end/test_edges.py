@@ -152,7 +152,8 @@ def sometimes():
     return nn.Sequential(Sometimes(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
 
 
-DATA = doubled(task().data)
+DATA32 = task().data
+DATA = doubled(DATA32)
 SOMETIMES = mh.Task(sometimes, DATA, mse_loss, batch_size=4)
 
 
@@ -347,27 +348,30 @@ def test_statistics_end_as_the_mean_over_all_workers_and_can_be_used(name):
 @pytest.mark.parametrize("name", ["ssp", "gossip", "hogwild"])
 def test_a_worker_that_took_no_step_has_no_say_in_the_statistics(name):
     """Its mean of 0 and variance of 1 are statistics of nothing."""
+    seen = []
+
+    def program(hands, _):
+        if hands.rank < 2:
+            for x, y in hands.share(DATA32, BATCH, steps=2):
+                hands.step(x, y)
+            seen.append(hands._training.worker.model[1].running_mean.clone())
+
     Norm.made = []
-    slow = {"stragglers": mh.Slow([2], 1e6), "cores": 4}
-    knobs = {"staleness": 100} if name == "ssp" else {}
-    data = task(samples=37, model=normed, batch_size=BATCH, work=1e6)
-    result = mh.train(data, make(name, lr=0.02, **knobs), cluster=mh.Cluster(WORKERS, **slow), steps=4)
-    steps = [line["rank"] for line in result.records if "loss" in line]
-    ran = [one for one in Norm.made if one.training and one.num_batches_tracked]
-    expected = torch.stack([one.running_mean for one in ran[: len(set(steps))]]).mean(0)
-    assert len(set(steps)) <= len(ran)
-    torch.testing.assert_close(result.buffers["1.running_mean"], expected)
+    cluster = mh.Cluster(WORKERS, hosts=1 if make(name).one_host else None)
+    models = Joined(make(name), program, cluster, normed).models
+    assert same(models)
+    torch.testing.assert_close(models[2][1].running_mean, torch.stack(seen).mean(0))
 
 
 # -- numbers ----------------------------------------------------------------------------------------
 
 
 def in_bf16():
-    return chain(4, 8, 8, 2).bfloat16()
+    return chain(4, 6, 6, 2).bfloat16()
 
 
 def in_float64():
-    return chain(4, 8, 8, 2).double()
+    return chain(4, 6, 6, 2).double()
 
 
 @pytest.mark.parametrize("model", [in_float64, in_bf16])
@@ -376,11 +380,11 @@ def test_other_precisions_stay_what_they_are_and_learn(name, model):
     dtype = next(model().parameters()).dtype
     x, y = (field.to(dtype) for field in task(samples=37).data.tensors)
     data = mh.Task(model, TensorDataset(x, y), mse_loss, batch_size=BATCH)
-    result = trained(name, model, rule=rules.Sgd(0.05), steps=40, data=data)
+    result = trained(name, model, rule=rules.Sgd(0.1), steps=12, data=data)
     assert_moved(result, model)
     assert {weight.dtype for weight in result.weights.values()} == {dtype}
     found = losses(result)
-    assert sum(found[-9:]) < 0.8 * sum(found[:9])
+    assert sum(found[-6:]) < 0.9 * sum(found[:6])
 
 
 # -- sparse gradients -------------------------------------------------------------------------------
