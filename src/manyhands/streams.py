@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default
 from manyhands.core.budget import Budget
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.protocols import Transport
+from manyhands.core.task import is_stream
 from manyhands.splits.data import Share, tensors_of
 
 PutTogether = Callable[[list[Any]], Any]
@@ -38,9 +39,7 @@ class Source:
     @property
     def is_stream(self) -> bool:
         """Whether samples can only be walked over, not asked for."""
-        if isinstance(self.dataset, IterableDataset):
-            return True
-        return not (hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__"))
+        return is_stream(self.dataset)
 
     def steps(self, epochs: float, replicas: int) -> int:
         """How many mini-batches per replica these passes give, rounded down; at least one."""

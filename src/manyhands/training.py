@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from manyhands.core.agreement import refuse_unlike
 from manyhands.core.alike import begin_alike, end_alike, set_free
+from manyhands.core.choosing import groups, rule_of
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, OwnTask
 from manyhands.core.loop import average_buffers
@@ -54,7 +55,8 @@ class Training:
         self.strategy = copy.deepcopy(strategy)
         if optimizer is not None:
             self.strategy = _with_rule(self.strategy, recreate(optimizer, dict(model.named_parameters())))
-        self.worker = Worker(transport, OwnTask(model, loss), model, seed=seed, steps=0, batch_size=1)
+        task, rule = OwnTask(model, loss), rule_of(self.strategy)
+        self.worker = Worker(transport, task, model, seed=seed, steps=0, batch_size=1, rule=rule)
         self.has_begun = False
         self.replicas = len(self.worker.workers)
         """How many copies of the model the workers hold together."""
@@ -79,7 +81,7 @@ class Training:
             w.batch_size = batch_size
         w.steps, w.data_size = steps, data_size
         self.has_begun = True
-        refuse_unlike(w.transport, w.model)
+        refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
         begin_alike(w)
         if isinstance(strategy, Serves) and w.transport.role == "server":
             strategy.serve(w)

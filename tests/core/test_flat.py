@@ -324,6 +324,39 @@ def test_channels_last_is_refused():
         flat_of(model)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_in_one_memory_are_refused(frozen):
+    """They would be untied; one parameter in two places is fine."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=not frozen)
+    with pytest.raises(
+        Refused, match=r"^[01]\.weight lies in the memory of [01]\.weight, but must have its own, or be"
+    ):
+        flat_of(model)
+    memory = torch.zeros(6)
+    apart = {"a": nn.Parameter(memory[:3]), "b": nn.Parameter(memory[3:])}
+    assert [place.name for place in Flat(apart).places] == ["a", "b"]
+
+
+def test_a_gradient_of_an_earlier_loop_does_not_count():
+    model, x = mlp(), data()
+    reference = expected(model, lambda m: loss_of(m, x))
+    loss_of(model, x).backward()
+    flat = flat_of(model)
+    step(flat, model, lambda m: loss_of(m, x))
+    assert_same(flat, reference)
+
+
+def test_a_parameter_that_thaws_is_refused():
+    model, x = mlp(), data()
+    model[0].weight.requires_grad_(False)
+    flat = flat_of(model)
+    step(flat, model, lambda m: loss_of(m, x))
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(Refused, match=r"^0\.weight was frozen when training began, but is to be trained now"):
+        step(flat, model, lambda m: loss_of(m, x))
+
+
 def test_a_second_join_is_refused():
     model = mlp()
     flat_of(model)
@@ -386,7 +419,9 @@ def test_buckets_cover_everything_once_in_whole_parameters_the_last_layer_first(
         for bucket in mine:
             inside = [p for p in part.places if bucket.start <= p.span.start < bucket.stop]
             assert len(inside) == 1 or bucket.numel * part.weights.element_size() <= nbytes
-    assert [bucket.part for bucket in buckets] == sorted((bucket.part for bucket in buckets), reverse=True)
+    order = [name for name, _ in make().named_parameters()]
+    first = [next(p.name for p in flat.places if p.span[:2] == bucket[:2]) for bucket in buckets]
+    assert first == sorted(first, key=order.index, reverse=True), "whichever is complete first, of any part"
 
 
 def test_buckets_are_as_large_as_allowed():

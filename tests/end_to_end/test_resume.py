@@ -11,7 +11,7 @@ from torch import nn
 import manyhands as mh
 from manyhands.codecs import Feedback, TopK
 from manyhands.core.saving import named
-from manyhands.rules import Adam, Momentum, Sgd, Torch
+from manyhands.rules import Adam, Momentum, Sgd, Torch, by_name
 from manyhands.runtime.checkpoint import load_checkpoint
 
 from .small import METHODS, SERVED, steps_of, task
@@ -23,6 +23,7 @@ RULES = {
     "momentum": lambda: Momentum(0.01),
     "adam": lambda: Adam(0.01),
     "torch": lambda: Torch("AdamW", lr=0.01),
+    "by name": lambda: by_name({"*.bias": Adam(0.01), "*": Torch("AdamW", lr=0.01, weight_decay=0.1)}),
 }
 STEPS, EVERY = 9, 4
 

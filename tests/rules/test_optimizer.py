@@ -67,11 +67,14 @@ def test_groups_with_the_same_options_are_one():
     assert (rule.lr, rule.knobs["momentum"]) == (0.25, 0.5)
 
 
-def test_groups_with_different_options_are_refused():
+def test_groups_with_different_options_have_a_rule_each():
     model = net()
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "weight_decay": 0.1}]
-    message = refusal(torch.optim.SGD(groups, lr=0.1), model)
-    assert message.startswith("weight_decay is 0 in group 0 of the optimizer and 0.1 in group 1, but all groups must")
+    biases, weights = ([layer.bias for layer in model], [layer.weight for layer in model])
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases[:1]}, {"params": biases[1:]}]
+    rule = recreate(torch.optim.SGD(groups, lr=0.1), named(model))
+    assert [names for names, _ in rule.groups] == [("0.weight", "1.weight"), ("0.bias", "1.bias")]
+    assert [one.knobs["weight_decay"] for _, one in rule.groups] == [0.1, 0]
+    assert rule.kind("1.bias") == 1
 
 
 def test_frozen_parameters_may_be_missing_or_there():
@@ -107,6 +110,14 @@ def test_an_optimizer_with_a_scheduler_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
     assert refusal(optimizer, model).startswith("the optimizer has a scheduler, which would not reach the weights")
+
+
+def test_an_optimizer_with_hooks_is_refused():
+    model = net()
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        getattr(optimizer, register)(lambda *_: None)
+        assert refusal(optimizer, model).startswith("the optimizer has hooks on its steps, but must have none")
 
 
 def test_an_option_that_the_class_cannot_be_told_is_refused():

@@ -12,15 +12,18 @@ torch does. The marks travel behind the gradient, so a sum over workers also say
 A sparse gradient (of an embedding, say) is made dense here, unless somebody has asked to `keep_rows`: then what rows it
 has lie in `rows`, the flat gradient knows nothing of that parameter, and whoever asked applies them.
 
+Parameters that a rule treats differently are groups, each in a part of its own (see choosing.py).
+
 Tied, frozen and unused parameters, several dtypes and sparse gradients are handled here and nowhere
 else. Refused: re-entrant checkpointing (a parameter's gradient would come in twice), weights that are
-not contiguous (channels-last), a model that is flat already.
+not contiguous (channels-last) or in each other's memory, a model that is flat already, parameters that thaw.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -88,7 +91,9 @@ class Flat:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Iterable[str]] = ()) -> None:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         _refuse_misfits(self._parameters)
+        _refuse_overlaps(parameters)
         group = {name: number for number, names in enumerate(groups) for name in names}
         cells: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, p in self._parameters.items():
@@ -148,6 +153,7 @@ class Flat:
             self._this_backward.add(place.name)
             self.put(place, grad)
 
+        self._parameters[place.name].grad = None  # of an earlier loop, it would count in the first step
         self._parameters[place.name].register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
 
     # -- one step ---------------------------------------------------------------------------------
@@ -173,11 +179,10 @@ class Flat:
             here.add_(grad)
             return
         self._arrived[place.name] = place
-        if grad.is_sparse and self._keeps_rows:
+        if grad.is_sparse and self._keeps_rows and grad.sparse_dim() == 1:
             self.rows[place.mark] = grad.coalesce()
         elif grad.is_sparse:
-            rows = grad.coalesce()
-            here.zero_().index_add_(0, rows.indices()[0], rows.values())
+            here.zero_().add_(grad)
         else:
             here.copy_(grad)
         if self._arrival is not None:
@@ -185,6 +190,9 @@ class Flat:
 
     def close(self) -> None:
         """End the step: what did not arrive is zero and marked untouched."""
+        for name, p in self._frozen.items():
+            if p.requires_grad:
+                raise Refused(f"{name} was frozen when training began, but is to be trained now: join again")
         for part in self.parts:
             part.marks.fill_(1)
         self._complete = len(self._arrived) == len(self.places)
@@ -229,6 +237,8 @@ class Flat:
 
     def buckets(self, nbytes: int = BUCKET_BYTES) -> list[Span]:
         """Stretches of about `nbytes`, whole parameters each, in the order their gradients become ready."""
+        ready = {name: -number for number, name in enumerate(self._parameters)}
+        first = {place.span[:2]: ready[place.name] for place in self.places}  # of a bucket the last to be ready
         buckets: list[Span] = []
         for place in reversed(self.places):
             part, start, stop = place.span
@@ -238,7 +248,7 @@ class Flat:
                 buckets[-1] = Span(part, start, last.stop)
             else:
                 buckets.append(place.span)
-        return buckets
+        return sorted(buckets, key=lambda bucket: first[bucket[:2]])
 
     @torch.no_grad()
     def move_to(self, weights: Sequence[Tensor]) -> None:
@@ -269,3 +279,11 @@ def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
             raise Refused(f"{name} is laid out with strides {p.stride()}, but must be contiguous (no channels-last)")
         if p._post_accumulate_grad_hooks:
             raise Refused(f"{name} already has gradient hooks, but a model can be joined only once")
+
+
+def _refuse_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Two parameters in one memory would lie apart here. What is tied must be one parameter."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters.items() if p.nbytes)
+    for (_, stop, name), (start, _, other) in pairwise(spans):
+        if start and start < stop:
+            raise Refused(f"{other} lies in the memory of {name}, but must have its own, or be the same parameter")

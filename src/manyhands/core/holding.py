@@ -25,6 +25,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from manyhands.core.choosing import rule_for
 from manyhands.core.errors import Refused
 from manyhands.core.flat import Flat, Place, Span
 from manyhands.core.native import stream
@@ -106,6 +107,7 @@ class Holding:
         span: where in the model this stretch lies.
         weights: the stretch itself; updated in place.
         places: the parameters of the model, to find those that reach into the span.
+        rule: moves these weights; of one that chooses what it has chosen for them.
         allocate: memory for the state, if it is to be shared.
         counts: memory for the update counts, one per parameter in the span.
         knows_seen: whether updates say at which weights their gradients were computed.
@@ -121,6 +123,7 @@ class Holding:
         counts: MutableSequence[int] | None = None,
         knows_seen: bool = False,
     ) -> None:
+        rule = rule_for(rule, [p.name for p in places if p.span.part == span.part])
         if "seen" in rule.needs and not knows_seen:
             raise Refused(
                 f"{rule} needs the weights that each gradient was computed at, "

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.budget import Segment
+from manyhands.core.choosing import rule_of
 from manyhands.core.errors import Refused
 from manyhands.core.gather import Gathered, gather, need_all
 from manyhands.core.meeting import meet
@@ -71,8 +72,9 @@ class Outcome:
 def run_rank(job: Job, transport: Transport) -> Outcome:
     """The main program of one rank."""
     sizes = {"batch_size": job.batch_size, "data_size": len(job.task.data)}
-    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, **sizes)
     strategy = copy.deepcopy(job.strategy)
+    rule = rule_of(strategy)
+    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, rule=rule, **sizes)
     if job.resume is not None:
         _load(w, job.resume)
     if isinstance(strategy, Serves) and transport.role == "server":
@@ -134,17 +136,15 @@ def _save(save: Callable[[Snapshot], None], step: int | None, w: Worker, strateg
         strategy.rest(w)
     state = strategy.state(w) if isinstance(strategy, Saves) else None
     weights = strategy.answer(w)
-    named = _buffers(w)
-    gathered = gather(w, (w.step, *named), tuple(named.values()))
+    gathered = _gather_buffers(w)
     if state is not None and weights is not None and gathered is not None:
         positions = {rank: meta[0] for rank, (meta, _) in gathered.items()}
-        buffers = {rank: (meta[1:], tensors) for rank, (meta, tensors) in gathered.items()}
-        for rank, (names, tensors) in buffers.items():
+        for rank, ((_, *names), tensors) in gathered.items():
             state |= under(f"worker{rank}/buffer", dict(zip(names, tensors, strict=True)))
         if step is None:
             taken = list(positions.values())
             step = max(taken) if strategy.lockstep else sum(taken) // len(w.workers)
-        save(Snapshot(step, weights, _merged(buffers), state, positions))
+        save(Snapshot(step, weights, _merged(gathered), state, positions))
     meet(w)
     _draw_anew(w)
     if isinstance(strategy, Rests):
@@ -180,18 +180,18 @@ def _draw_anew(w: Worker) -> None:
 # -- buffers -------------------------------------------------------------------------------------------
 
 
-def _buffers(w: Worker) -> dict[str, Tensor]:
-    """The buffers of what this worker trains."""
+def _gather_buffers(w: Worker) -> Gathered | None:
+    """The buffers of what each worker trains, and how many steps it has taken."""
     mine = {id(buffer) for buffer in w.trains.buffers()}
-    return {name: b for name, b in w.model.named_buffers() if id(b) in mine}
+    named = {name: b for name, b in w.model.named_buffers() if id(b) in mine}
+    return gather(w, (w.step, *named), tuple(named.values()))
 
 
 def average_buffers(w: Worker) -> Weights | None:
     """Float buffers (BatchNorm's statistics) averaged over the workers that train them; of integers the maximum."""
     if not any(True for _ in w.model.buffers()) or w.task.sizes_only:
         return {}
-    named = _buffers(w)
-    gathered = gather(w, tuple(named), tuple(named.values()))
+    gathered = _gather_buffers(w)
     if gathered is None:
         return None
     if w.trains is not w.model:
@@ -201,8 +201,10 @@ def average_buffers(w: Worker) -> Weights | None:
 
 @torch.no_grad()
 def _merged(gathered: Gathered) -> dict[str, Tensor]:
+    """Whoever has not taken a step has statistics of nothing, so it has no say."""
     found: dict[str, list[Tensor]] = {}
-    for names, tensors in gathered.values():
+    has_stepped = any(step for (step, *_), _ in gathered.values())
+    for (_, *names), tensors in (one for one in gathered.values() if one[0][0] or not has_stepped):
         for name, tensor in zip(names, tensors, strict=True):
             found.setdefault(name, []).append(tensor)
     return {

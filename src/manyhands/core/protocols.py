@@ -13,7 +13,7 @@ hooks      inside a backward pass one may send, never wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
@@ -259,6 +259,20 @@ class Rule(Protocol):
         """The step to add to `at.weights`; None if the rule has moved them itself. May overwrite `g`."""
 
 
+@runtime_checkable
+class Chooses(Protocol):
+    """A rule that is another one for some of the parameters (see core/choosing.py)."""
+
+    def kind(self, parameter: str) -> Hashable:
+        """Which kind of parameter this is; those of one kind have the same rule."""
+
+    def chosen(self, kind: Any) -> Rule:
+        """The rule for all parameters of a kind."""
+
+    def check(self, parameters: Iterable[str]) -> None:
+        """Refuse to make a difference that no parameter of this model would feel."""
+
+
 class Codec(Protocol):
     """What do workers send? Knobs only; memory is a vector in parameter coordinates, cut by span."""
 
@@ -298,6 +312,13 @@ class Strategy(Protocol):
 
     def answer(self, w: Worker) -> Weights | None:
         """The weights to evaluate and save, on the leading rank; every worker takes part."""
+
+
+@runtime_checkable
+class Applies(Protocol):
+    """A strategy that moves the weights by a rule."""
+
+    rule: Rule
 
 
 @runtime_checkable

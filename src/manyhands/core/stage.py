@@ -53,6 +53,8 @@ class Stage:
         """Back-propagate `error` through micro-batch `m` into the flat gradient; the error for the stage below."""
         x, out, weights = self._saved.pop(m)
         inputs = [*weights, x] if x.requires_grad else weights
+        if not inputs:  # frozen, and nothing below it learns either
+            return None
         grads = torch.autograd.grad(out, inputs, error, allow_unused=True)
         for place, g in zip(self._w.flat.places, grads, strict=False):
             if g is not None:

@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from manyhands.core.errors import Refused, refuse_unless
+
+
+def is_stream(data: Any) -> bool:
+    """Whether samples can only be walked over, not asked for."""
+    if isinstance(data, IterableDataset):
+        return True
+    return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,12 @@ class Task:
     def __post_init__(self) -> None:
         refuse_unless(self.batch_size >= 1, "batch_size", self.batch_size, ">= 1")
         refuse_unless(self.epochs > 0, "epochs", self.epochs, "> 0")
+        for name, data in {"data": self.data, "test": self.test}.items():
+            if data is not None and is_stream(data):
+                raise Refused(
+                    f"{name} is a {type(data).__name__}, but must have a length and samples to ask for; "
+                    "your own loop (mh.join) can share a stream"
+                )
         refuse_unless(len(self.data) >= 1, "the number of samples", len(self.data), ">= 1")
         if self.gradient is not None and self.loss is not None:
             raise Refused("loss and gradient are both given, but a task needs only one of them")

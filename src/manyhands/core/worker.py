@@ -16,10 +16,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.errors import Diverged, Refused, unknown
+from manyhands.core.choosing import groups
+from manyhands.core.errors import Diverged, Refused, refuse_unless, unknown
 from manyhands.core.firing import Firing
 from manyhands.core.flat import Flat, Span
-from manyhands.core.protocols import Batch, Transport
+from manyhands.core.protocols import Batch, Rule, Transport
 from manyhands.core.task import Task
 
 REFERENCE_FLOPS = 50e9
@@ -41,6 +42,7 @@ class Worker:
         steps: the job's budget in updates, for methods that plan ahead.
         batch_size: samples of one mini-batch.
         data_size: samples of the whole data set; None if nobody knows.
+        rule: what moves the weights: parameters that it treats differently lie apart.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Worker:
         steps: int,
         batch_size: int,
         data_size: int | None = None,
+        rule: Rule | None = None,
     ) -> None:
         self.transport = transport
         self.task = task
@@ -61,6 +64,7 @@ class Worker:
         self.steps = steps
         self.batch_size = batch_size
         self.data_size = data_size
+        self.rule = rule
         self.rank = transport.rank
         workers = transport.roles.count("worker")
         self.workers: Sequence[int] = range(workers)
@@ -82,7 +86,10 @@ class Worker:
         for name, p in named.items():
             if not p.is_meta and not bool((p.isfinite() if p.requires_grad else ~p.isnan()).all()):
                 raise Refused(f"{name} holds NaN or infinity before the first step, but must be finite")
-        return Flat({name: p for name, p in named.items() if name not in self.apart})
+        trains = any(p.requires_grad for p in self.model.parameters())
+        refuse_unless(trains, "the number of parameters to be trained", 0, ">= 1: all are frozen")
+        here = {name: p for name, p in named.items() if name not in self.apart}
+        return Flat(here, groups(self.rule, self.model))
 
     @cached_property
     def _parameters(self) -> int:

@@ -3,6 +3,7 @@
 from manyhands.rules.adagrad import Adagrad
 from manyhands.rules.adam import Adam
 from manyhands.rules.block import Block
+from manyhands.rules.by_name import by_name
 from manyhands.rules.chain import chain
 from manyhands.rules.clip import ClipNorm, ClipValue
 from manyhands.rules.decay import WeightDecay
@@ -35,5 +36,6 @@ __all__ = [
     "TotalMomentum",
     "WarmUp",
     "WeightDecay",
+    "by_name",
     "chain",
 ]

@@ -5,22 +5,23 @@
 A link that corrects a gradient gives a gradient again (it says `uphill`), such as a delay compensation does; one that
 asks how late it is (it says `corrects`) sees each gradient before several are averaged. What makes
 a step of it (downhill, times η) comes after all of these, and a link that corrects a step, such as a decay, after that.
-The state of link i is kept under "i.", such as "0.m".
+The state of link i is kept under "i.", such as "0.m". A link may be another one for some parameters (`Chooses`).
 
 Reference: the idea of chained gradient transformations is that of optax, https://github.com/google-deepmind/optax.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 from torch import Tensor
 
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.holding import skips
-from manyhands.core.protocols import At, Remembers, Rule, State
+from manyhands.core.protocols import At, Chooses, Remembers, Rule, State
 
 
 @dataclass
@@ -49,6 +50,22 @@ class Chain:
     def can_skip(self) -> bool:
         """Whether no gradient is no step: if it is none for any link."""
         return all(skips(link) for link in self.links)
+
+    def kind(self, parameter: str) -> Hashable:
+        """What kind of parameter it is to each link that chooses."""
+        return tuple(link.kind(parameter) for link in self.links if isinstance(link, Chooses))
+
+    def chosen(self, kind: Any) -> Rule:
+        """The chain with the links chosen for such parameters."""
+        kinds = iter(kind)
+        links = tuple(link.chosen(next(kinds)) if isinstance(link, Chooses) else link for link in self.links)
+        return replace(self, links=links) if kind else self
+
+    def check(self, parameters: Iterable[str]) -> None:
+        """As the links that choose do."""
+        for link in self.links:
+            if isinstance(link, Chooses):
+                link.check(parameters)
 
     def init(self, weights: Tensor) -> State:
         """The states of all links under their numbers."""

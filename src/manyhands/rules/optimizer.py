@@ -1,9 +1,10 @@
 """A torch optimizer that somebody has made, as a rule: made again, with the same options, where the weights live.
 
     torch.optim.AdamW(model.parameters(), lr=0.01)    ->    Torch("AdamW", lr=0.01, betas=..., ...)
+    torch.optim.AdamW([group, another], lr=0.01)      ->    ByName: one Torch for each group, if their options differ
 
 The optimizer itself is never stepped. What would be lost on the way is refused: a memory it has already, a
-scheduler that changes its rate, parameters that are not the model's.
+scheduler that changes its rate, hooks on its steps, parameters that are not the model's.
 """
 
 from __future__ import annotations
@@ -15,26 +16,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from manyhands.core.errors import Refused
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.protocols import Rule
+from manyhands.rules.by_name import ByName
 from manyhands.rules.torch import Torch
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
-def recreate(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Torch:
+def recreate(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Rule:
     """The rule that does what `optimizer` would do to these parameters of a model."""
     _refuse_strangers(optimizer, parameters)
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise Refused("the optimizer has hooks on its steps, but must have none: it never takes one itself")
     if any(_has_stepped(memory) for memory in optimizer.state.values()):
         raise Refused("the optimizer has already stepped, but must be new: its memory cannot be carried over")
-    first, *others = [_options(group) for group in optimizer.param_groups]
-    for number, options in enumerate(others, start=1):
-        if unequal := [name for name in first if options[name] != first[name]]:
-            name = unequal[0]
-            raise Refused(
-                f"{name} is {first[name]} in group 0 of the optimizer and {options[name]} in group {number}, "
-                "but all groups must have the same options: one rule moves all weights"
-            )
-    return _rule(type(optimizer), first)
+    known = {id(p): name for name, p in parameters.items()}
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    for group in optimizer.param_groups:
+        options, names = _options(group), [known[id(p)] for p in group["params"]]
+        same = [others for known_options, others in found if known_options == options]
+        if same:
+            same[0].extend(names)
+        elif names:
+            found.append((options, names))
+    rules = [(tuple(names), _rule(type(optimizer), options)) for options, names in found]
+    return rules[0][1] if len(rules) == 1 else ByName(tuple(rules))
 
 
 def _refuse_strangers(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -66,6 +73,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _rule(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Torch:
     """What the class takes is handed to it; what it sets by itself must come out the same."""
     knobs = {name: value for name, value in options.items() if name in inspect.signature(kind).parameters}
+    refuse_unless("lr" in knobs, "the optimizer", kind.__name__, "one that is given a learning rate lr")
     again = _options(kind([nn.Parameter(torch.zeros(1, 1))], **knobs).param_groups[0])
     if unlike := [name for name in options if name not in again or again[name] != options[name]]:
         raise Refused(f"{unlike[0]} of a {kind.__name__} is {options[unlike[0]]}, but its class cannot be told that")

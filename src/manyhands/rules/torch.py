@@ -70,8 +70,10 @@ class Torch:
         """A fresh optimizer for these weights; its memory is its own."""
         w = torch.nn.Parameter(weights.detach())
         η = rate_at(self.lr, At(weights))
-        # the first optimizer a process makes takes torch a second: it imports its compiler
-        self._optimizers[weights.data_ptr(), weights.shape] = self.kind([w], lr=η, **self.knobs)
+        try:  # the first optimizer a process makes takes torch a second: it imports its compiler
+            self._optimizers[weights.data_ptr(), weights.shape] = self.kind([w], lr=η, **self.knobs)
+        except ValueError as error:
+            raise Refused(f"{self} does not take a parameter of shape {tuple(weights.shape)}: {error}") from error
         return {}
 
     def __call__(self, g: Tensor, at: At) -> None:

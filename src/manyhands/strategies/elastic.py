@@ -137,11 +137,12 @@ class Elastic:
         for number, (part, held) in enumerate(zip(w.flat.parts, self.held, strict=True)):
             if moves is not None and not part.weights.is_meta:
                 part.weights.sub_(moves[number])
-            before = part.weights.clone() if self.velocity else part.weights
-            held.update(part.grad, At(held.weights, samples=w.samples), part.untouched())
+            before, untouched = part.weights.clone() if self.velocity else part.weights, part.untouched()
+            held.update(part.grad, At(held.weights, samples=w.samples), untouched)
             if self.velocity and not part.weights.is_meta:
-                v = self.velocity[number].mul_(self.momentum).add_(part.weights - before)
-                torch.add(before, v, out=part.weights)
+                for _, start, stop in (place.span for place in part.places if place.mark not in untouched):
+                    x, old, v = (one[start:stop] for one in (part.weights, before, self.velocity[number]))
+                    torch.add(old, v.mul_(self.momentum).add_(x - old), out=x)
 
     def finish(self, w: Worker) -> None:
         """Take leave of the centre."""

@@ -165,10 +165,13 @@ class LocalSteps:
         """What is the same on all workers: the weights between two rounds."""
         if not self.starts:
             return [part.weights for part in w.flat.parts]
-        if not isinstance(self.outer, LooksAhead):
-            return [start.weights for start in self.starts]
         workers = len(w.workers)
-        return [self.outer.outcome(At(one.weights, one.states[0], workers=workers)) for one in self.starts]
+        return [
+            one.rule.outcome(At(one.weights, one.states[0], workers=workers))
+            if isinstance(one.rule, LooksAhead)
+            else one.weights
+            for one in self.starts
+        ]
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -178,7 +178,7 @@ class Server:
     def push(self, w: Worker) -> None:
         """Encode and hand over the gradient of every shard's spans."""
         grads = self.accrued or [part.grad for part in w.flat.parts]
-        untouched = sorted(w.flat.untouched() if self.accrued is None else self.untouched)
+        untouched = self.unmoved(w, w.flat.untouched() if self.accrued is None else self.untouched)
         steps, self.accrued, self.accruals = max(1, self.accruals), None, 0
         if self.push_mean and steps > 1:
             grads = [g.div_(steps) for g in grads]
@@ -188,6 +188,12 @@ class Server:
             lane.push(payload, untouched, into, steps)
             if self.remainders():
                 self.pushed.append((lane, payload))
+
+    def unmoved(self, w: Worker, untouched: frozenset[int]) -> list[int]:
+        """The parameters that a push says nothing about: untouched ones, unless the codec still has some of them."""
+        memory = self.remainders()
+        spans = {place.mark: place.span for place in w.flat.places if place.mark in untouched}
+        return [mark for mark, (part, start, stop) in spans.items() if not memory or not memory[part][start:stop].any()]
 
     @torch.no_grad()
     def take_back(self, w: Worker) -> None:

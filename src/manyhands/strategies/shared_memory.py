@@ -50,7 +50,7 @@ class SharedMemory:
         if not self.snapshot:
             w.flat.move_to(self.weights)
         self.held = replica(w.flat, self.rule, self.weights)
-        if skips(self.rule):
+        if all(skips(held.rule) for held in self.held):
             w.flat.keep_rows()
 
     def step(self, w: Worker, batch: Batch) -> float:

@@ -116,7 +116,7 @@ def _keeper(
         clients, 0, slots=pending_slots(when, clients) + clients
     )  # a shard that follows may have to keep more
     seen = [[x.clone() for x in weights] for _ in w.workers] if "seen" in rule.needs else ()
-    keeps = when.merges and (corrects(rule) or when.admit(WAITING))
+    keeps = when.merges and (any(corrects(one.rule) for one in holdings) or when.admit(WAITING))
     inbox = Kept(codec, weights) if keeps else LentInbox(codec)
     shard = Shard(holdings, when, ledger, inbox, w.batch_size, seen, len(w.workers))
     return Keeper(w, shard, keepers, relays)
