@@ -91,6 +91,17 @@ def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, q
     assert result.test_accuracy >= 0.93
 
 
+def test_with_two_keepers_for_every_shard_a_lost_server_is_not_missed(tmp_path, capfd, quickly):
+    strike = Strike(kill_the_last, tmp_path, rank=0)
+    result = mh.train("digits", struck(mh.ssp(replicas=2), strike), workers=2, servers=2)
+    assert result.lost == [(3, KILLED)]
+    taken = [line for line in result.records if "loss" in line]
+    assert len(taken) == result.steps * 2
+    assert result.test_accuracy >= 0.93
+    said = sorted(capfd.readouterr().err.splitlines())
+    assert said == [f"rank 3 is lost: {KILLED}; from now on rank 2 keeps shard {shard} alone" for shard in (0, 1)]
+
+
 @FAULTS
 def test_in_lock_step_the_others_go_on_without_a_neighbour(act, why, tmp_path, quickly):
     strike = Strike(act, tmp_path)

@@ -27,6 +27,7 @@ def downpour(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Downpour SGD: clients fetch and push when it suits them, Adagrad at the server smooths what comes.
 
@@ -38,7 +39,8 @@ def downpour(
 
     Shards apply on their own: at any instant they may have seen different updates. With a warm start the first client
     trains alone for a while, since early updates are large, and harmful when they are late. A lost client is not
-    missed, if the shards are not its own: on one host, or with servers. Otherwise the run ends.
+    missed, if the shards are not its own: on one host, or with servers. Otherwise the run ends. A lost server ends the
+    run, unless replicas is 2.
 
     Reference: J. Dean et al., Large scale distributed deep networks, 2012
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
@@ -55,9 +57,12 @@ def downpour(
         rule: how the server applies a gradient, instead of Adagrad with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     when, how, what = Free(), rule or Adagrad(lr), codec or Raw()
-    return Server(when, how, what, shard, n_fetch, n_push, prefetch, phase, local_lr, warm_start=warm_start)
+    return Server(
+        when, how, what, shard, n_fetch, n_push, prefetch, phase, local_lr, warm_start=warm_start, copies=replicas
+    )
 
 
 def ad_psgd(

@@ -43,6 +43,7 @@ def bsp_server(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Bulk-synchronous SGD through parameter servers: a shard waits for all gradients, then applies their mean.
 
@@ -51,7 +52,7 @@ def bsp_server(
         worker: pull w; g_k = gradient(w; B_k); push g_k
         shard:  when all P gradients are there: w <- w - eta (1/P) sum_k g_k, summed in the order of ranks
 
-    The result is that of bsp. A lost worker ends the run.
+    The result is that of bsp. A lost worker ends the run; so does a lost server, unless replicas is 2.
 
     Reference: M. Li et al., Scaling distributed machine learning with the parameter server, 2014
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
@@ -62,8 +63,9 @@ def bsp_server(
         rule: how the mean gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
-    return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard)
+    return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard, copies=replicas)
 
 
 def easgd(

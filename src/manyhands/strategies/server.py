@@ -61,6 +61,7 @@ class Server:
         push_mean: push the mean of the accrued gradients instead of their sum.
         draws_from_all: whether every worker may see any sample, instead of having a share of its own.
         warm_start: steps that the first worker takes alone before the others begin.
+        copies: how many servers keep each shard.
     """
 
     when: Consistency
@@ -75,6 +76,7 @@ class Server:
     push_mean: bool = False
     draws_from_all: bool = False
     warm_start: int = 0
+    copies: Literal[1, 2] = 1
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -82,6 +84,9 @@ class Server:
         refuse_unless(self.push_every >= 1, "push_every", self.push_every, ">= 1")
         refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")
         refuse_unless(self.warm_start >= 0, "warm_start", self.warm_start, ">= 0")
+        refuse_unless(self.copies in (1, 2), "replicas", self.copies, "1 or 2")
+        alone = self.copies == 1 or self.when.scope == "shard"
+        refuse_unless(alone, "replicas", self.copies, f"1: with {self.when} one shard decides for all")
         if self.phase not in ("start", "end"):
             raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
         if self.when.merges and "seen" in self.rule.needs and self.when.admit(WAITING):
@@ -92,14 +97,16 @@ class Server:
         self.lockstep = not self.when.tolerates_loss
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """There must be something to keep for every server, and workers enough to make an update."""
+        """There must be something to keep for every server, another server for a copy, and workers enough."""
         check_servers(servers, model)
+        apart = self.copies == 1 or servers >= 2
+        refuse_unless(apart, "replicas", self.copies, f"1 with {servers} servers: two keep a shard only if there are 2")
         among(self.when, workers)
 
     def setup(self, w: Worker) -> None:
         """Lanes to the shards; codec memory in parameter coordinates; what is not yet pushed, of how many steps."""
         self.when = among(self.when, len(w.workers))
-        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec)
+        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec, self.copies)
         self.waves = waves(self.lanes, self.when)
         self.warming = WarmStart(w, self.warm_start)
         self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
@@ -202,7 +209,7 @@ class Server:
 
     def serve(self, w: Worker) -> None:
         """Keep a shard."""
-        serve(w, self.shard, among(self.when, len(w.workers)), self.rule, self.codec)
+        serve(w, self.shard, among(self.when, len(w.workers)), self.rule, self.codec, self.copies)
 
     def answer(self, w: Worker) -> Weights | None:
         """What the shards hold when everyone is done."""

@@ -1,24 +1,26 @@
 """Parameter servers: who keeps the weights, and how a worker reaches them.
 
-server ranks          shard k is kept by the k-th server
+server ranks          shard k is kept by the k-th server, and by the next one too if there are to be two copies
 workers on one host   shards lie in the host's shared memory, one per worker (if the rule can be shared)
 otherwise             shard k is kept by an activity of the k-th worker
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.holding import Holding, corrects
-from manyhands.core.protocols import WAITING, Codec, Consistency, Rule
+from manyhands.core.protocols import WAITING, Codec, Consistency, Post, Rule
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.inbox import Kept, pending_slots
 from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
+from manyhands.topology.servers.replicas import Lifeline, Replica, keepers_of
 from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.sharding import Sharding, Shards, check_servers, cut
 from manyhands.topology.servers.shared import shared_lanes
@@ -29,12 +31,14 @@ SMALL = 256 * 1024
 __all__ = ["Lane", "Sharding", "check_servers", "connect", "read_outcome", "serve", "waves"]
 
 
-def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> list[Lane]:
+def connect(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, copies: int = 1) -> list[Lane]:
     """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
     me = w.workers.index(w.rank)
     lanes: list[Lane]
     together = when.scope == "job"
-    if w.servers:
+    if copies == 2:
+        lanes = _double_lanes(w, cut(w.flat, how, len(w.servers), rule))
+    elif w.servers:
         lanes = _message_lanes(w, w.servers, cut(w.flat, how, len(w.servers), rule), together)
     else:
         one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
@@ -58,6 +62,12 @@ def _message_lanes(w: Worker, keepers: Sequence[int], shards: Shards, together: 
     return [first, *(MessageLane(w, *one, after) for one in zip(keepers[1:], shards[1:], strict=True))]
 
 
+def _double_lanes(w: Worker, shards: Shards) -> list[Lane]:
+    """Lanes to shards that have two keepers each."""
+    posts = [Lifeline(w.transport, k, keepers_of(w, k)) for k in range(len(shards))]
+    return [MessageLane(w, w.servers[k], spans, post=posts[k]) for k, spans in enumerate(shards)]
+
+
 def waves(lanes: list[Lane], when: Consistency) -> list[list[Lane]]:
     """Which lanes can be read at once, one wave after the other."""
     return [lanes] if when.scope == "shard" else [lanes[:1], lanes[1:]]
@@ -69,10 +79,21 @@ def _worth_sharing(w: Worker) -> int:
     return min(len(w.workers), 1 + nbytes // SMALL)
 
 
-def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec) -> None:
-    """The main program of a server rank."""
+def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, copies: int = 1) -> None:
+    """The main program of a server rank; with two copies it also keeps that of the shard before its own."""
     shards = cut(w.flat, how, len(w.servers), rule)
-    _keeper(w, w.servers, shards[w.servers.index(w.rank)], when, rule, codec).serve()
+    me = w.servers.index(w.rank)
+    if copies == 1:
+        _keeper(w, w.servers, shards[me], when, rule, codec).serve()
+        return
+
+    def keep(k: int, rule: Rule) -> None:
+        post = Replica(w, k)
+        post.serve(_keeper(w, w.servers, shards[k], when, rule, codec, post))
+
+    before = (me - 1) % len(shards)
+    w.transport.spawn(partial(keep, before, copy.deepcopy(rule)))  # a rule may remember things itself
+    keep(me, rule)
 
 
 def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
@@ -88,7 +109,13 @@ def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
 
 
 def _keeper(
-    w: Worker, keepers: Sequence[int], spans: list[Span], when: Consistency, rule: Rule, codec: Codec
+    w: Worker,
+    keepers: Sequence[int],
+    spans: list[Span],
+    when: Consistency,
+    rule: Rule,
+    codec: Codec,
+    post: Post | None = None,
 ) -> Keeper:
     own = partial(Holding, places=w.flat.places, rule=rule, knows_seen=True)
     weights = [w.flat.weights(span) for span in spans]
@@ -100,4 +127,4 @@ def _keeper(
     seen = [[x.clone() for x in weights] for _ in w.workers] if "seen" in rule.needs else ()
     keeps = when.merges and (corrects(rule) or when.admit(WAITING))
     inbox = Kept(codec, weights) if keeps else LentInbox(codec)
-    return Keeper(w, Shard(holdings, when, ledger, inbox, w.batch_size, seen), keepers)
+    return Keeper(w, Shard(holdings, when, ledger, inbox, w.batch_size, seen), keepers, post)
