@@ -20,7 +20,7 @@ from manyhands.strategies.server import Server
 from manyhands.topology.servers import connect, serve
 from manyhands.virtual.world import simulate
 
-WORKERS, STEPS, MOMENTS = 3, 5, 60
+WORKERS, STEPS = 3, 4
 CLUSTER = {"workers": WORKERS, "speeds": [1, 0.6, 1.4], "jitter": 0.2, "latency": "300us", "bandwidth": "10Mbit"}
 
 
@@ -44,7 +44,7 @@ def learning():
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(48, 4, generator=noise)
     y = x @ torch.randn(4, 2, generator=noise)
-    model = lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))  # noqa: E731
+    model = lambda: nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))  # noqa: E731
     return mh.Task(model, TensorDataset(x, y), mse_loss, batch_size=4, work=2e7)
 
 
@@ -53,7 +53,7 @@ def run(strategy, task=learning, servers=3, faults=(), steps=STEPS, train=None, 
     return mh.train(task(), strategy, cluster=machines, steps=steps, seed=3, **(train or {}))
 
 
-def moments(seconds, count=MOMENTS):
+def moments(seconds, count=60):
     """Instants from before the first message until after the last."""
     return [1.05 * seconds * moment / count for moment in range(count)]
 
@@ -126,13 +126,13 @@ def test_every_gradient_travels_twice_and_every_answer_waits_for_a_round_trip():
 @pytest.mark.parametrize("method", BULK)
 def test_a_bulk_run_without_one_of_its_servers_gives_the_same_bits(method, servers):
     whole = run(BULK[method](), servers=servers)
-    hurt = 0
-    for number, at in enumerate(moments(whole.seconds)):
+    times, hurt = moments(whole.seconds, 60 if method == "sgd" else 20), 0
+    for number, at in enumerate(times):
         rank = WORKERS + number % servers
         result = run(BULK[method](), servers=servers, faults=[mh.Die(rank, at)])
         assert result.weights_sha256 == whole.weights_sha256, f"rank {rank} died at {at}"
         hurt += bool(result.lost)
-    assert hurt > MOMENTS * 3 // 4
+    assert hurt > len(times) * 3 // 4
 
 
 @pytest.mark.parametrize("servers", [2, 3])
@@ -140,14 +140,14 @@ def test_a_bulk_run_without_one_of_its_servers_gives_the_same_bits(method, serve
 def test_every_mini_batch_counts_once_whichever_server_dies(method, servers):
     whole = run(COUNTED[method](), counting, servers)
     assert counts(whole) == [WORKERS * STEPS] * 12
-    hurt = 0
-    for number, at in enumerate(moments(whole.seconds)):
+    times, hurt = moments(whole.seconds, 60 if method in ("ssp", "downpour") else 20), 0
+    for number, at in enumerate(times):
         rank = WORKERS + number % servers
         result = run(COUNTED[method](), counting, servers, faults=[mh.Die(rank, at)])
         assert counts(result) == [WORKERS * STEPS] * 12, f"rank {rank} died at {at}"
         assert len(steps_of(result)) == WORKERS * STEPS
         hurt += result.lost == [(rank, "it died")]
-    assert hurt > MOMENTS * 3 // 4
+    assert hurt > len(times) * 3 // 4
 
 
 def test_half_of_the_servers_may_die_if_no_two_of_them_kept_the_same_shard():
@@ -211,7 +211,7 @@ def test_an_elastic_move_is_made_once_and_told_as_it_was():
 @pytest.mark.parametrize("method", COUNTED)
 def test_a_worker_and_a_server_die_together(method):
     whole = run(COUNTED[method](), counting)
-    for number, at in enumerate(moments(whole.seconds * 0.9)):
+    for number, at in enumerate(moments(whole.seconds * 0.9, 24)):
         worker, server, later = number % 3, 3 + number % 2, [0.0, 1e-4, 5e-4][number % 3]
         faults = [mh.Die(worker, at), mh.Die(server, at + later)][:: 1 if number % 2 else -1]
         result = run(COUNTED[method](), counting, faults=faults)
@@ -233,8 +233,8 @@ def test_the_lead_and_a_server_may_be_lost_at_any_moment_of_the_end(method):
     late = [mh.SlowLink(1, factor=4), mh.SlowLink(4, factor=3)]
     ends = run(COUNTED[method](), counting, faults=late, steps=3).seconds
     answered = 0
-    for moment in range(40):
-        at = max(0.0, ends + (moment - 20) * 1.5e-4)
+    for moment in range(30):
+        at = max(0.0, ends + (moment - 15) * 2e-4)
         server = 3 + moment % 3
         faults = [*late, mh.Die(0, at), mh.Die(server, at + [-2e-4, 0, 2e-4][moment % 3])]
         try:
@@ -252,7 +252,7 @@ def test_the_lead_and_a_server_may_be_lost_at_any_moment_of_the_end(method):
 def test_no_schedule_of_faults_makes_a_run_hang(method):
     until = 1.2 * run(COUNTED[method](), counting).seconds
     outcomes = []
-    for seed in range(24):
+    for seed in range(16):
         draw = random.Random(f"{method} {seed}")
         faults = [draw.choice([mh.Die, mh.Stop, mh.CutLink])(draw.randrange(6), draw.uniform(0, until)) for _ in "12"]
         faults.append(mh.SlowLink(draw.randrange(6), draw.uniform(0, until), factor=draw.uniform(2, 20)))
@@ -284,7 +284,7 @@ def test_a_run_with_two_copies_goes_on_with_any_number_of_servers(before, after,
 def test_a_server_may_die_while_a_run_is_saved_and_goes_on(tmp_path):
     strategy = lambda: mh.bsp_server(rule=Momentum(0.05), replicas=2)  # noqa: E731
     whole = run(strategy(), train=saving(tmp_path / "whole"))
-    for number, at in enumerate(moments(whole.seconds, 40)):
+    for number, at in enumerate(moments(whole.seconds, 24)):
         folder = tmp_path / str(number)
         result = run(strategy(), faults=[mh.Die(3 + number % 3, at)], train=saving(folder))
         assert result.weights_sha256 == whole.weights_sha256
@@ -296,7 +296,7 @@ def test_a_server_may_die_while_a_run_is_saved_and_goes_on(tmp_path):
 def test_nor_does_that_hold_up_or_double_what_comes_in_any_order(tmp_path):
     for method in ("ssp", "downpour in periods"):
         whole = run(COUNTED[method](), counting, train=saving(tmp_path / method))
-        for number, at in enumerate(moments(whole.seconds, 20)):
+        for number, at in enumerate(moments(whole.seconds, 12)):
             folder = tmp_path / f"{method} {number}"
             result = run(COUNTED[method](), counting, faults=[mh.Die(3 + number % 3, at)], train=saving(folder))
             assert counts(result) == [WORKERS * STEPS] * 12
@@ -313,10 +313,10 @@ def test_two_copies_need_two_servers(place):
 
 
 def test_there_are_one_or_two_copies():
-    with pytest.raises(Refused, match="^replicas is 3, but must be 1 or 2$"):
+    with pytest.raises(Refused, match=r"^replicas is 3, but must be 1 or 2$"):
         mh.ssp(replicas=3)
 
 
 def test_where_one_shard_decides_for_all_there_is_one_copy():
-    with pytest.raises(Refused, match="^replicas is 2, but must be 1: with .* one shard decides for all$"):
+    with pytest.raises(Refused, match=r"^replicas is 2, but must be 1: with .* one shard decides for all$"):
         Server(mh.backup_workers().when, Sgd(0.1), copies=2)

@@ -20,7 +20,7 @@ from manyhands.topology.servers.inbox import Kept, pending_slots
 from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
-from manyhands.topology.servers.replicas import Lifeline, Replica, keepers_of
+from manyhands.topology.servers.replicas import Replica, lifelines
 from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.sharding import Sharding, Shards, check_servers, cut
 from manyhands.topology.servers.shared import shared_lanes
@@ -64,7 +64,7 @@ def _message_lanes(w: Worker, keepers: Sequence[int], shards: Shards, together: 
 
 def _double_lanes(w: Worker, shards: Shards) -> list[Lane]:
     """Lanes to shards that have two keepers each."""
-    posts = [Lifeline(w.transport, k, keepers_of(w, k)) for k in range(len(shards))]
+    posts = lifelines(w, len(shards))
     return [MessageLane(w, w.servers[k], spans, post=posts[k]) for k, spans in enumerate(shards)]
 
 

@@ -232,12 +232,20 @@ class Lifeline:
     """A worker's post to a shard that has two keepers: the second takes the place of the first.
 
     What was sent is kept until a later answer comes. Nobody may write into it before.
+
+    Args:
+        t: the worker's transport.
+        shard: which of the shards it is.
+        keepers: the primary and the backup.
+        lines: this worker's posts to all shards. Whichever waits hears of a loss for all: another worker may wait for
+            what was sent to the lost one.
     """
 
-    def __init__(self, t: Transport, shard: int, keepers: Sequence[int]) -> None:
+    def __init__(self, t: Transport, shard: int, keepers: Sequence[int], lines: Sequence[Lifeline]) -> None:
         self._t = t
         self._shard = shard
         self._keeper, *self._others = keepers
+        self._lines = lines
         self._sent = self._answered = 0
         self._unanswered: deque[tuple[Tag, Meta, Sequence[Tensor]]] = deque()
 
@@ -253,9 +261,10 @@ class Lifeline:
         """The answer to something that has not been answered yet."""
         while True:
             try:
-                message = recv(self._t, *[at(self._shard, tag) for tag in tags], frm=self._keeper)
+                message = recv(self._t, *[at(self._shard, tag) for tag in tags])
             except PeerLost as loss:
-                self._turn(loss)
+                for line in self._lines:
+                    line.lose(loss)
                 continue
             number, *meta = message.meta
             if number > self._answered:
@@ -269,10 +278,24 @@ class Lifeline:
             self._unanswered.popleft()
         self._answered = number
 
-    def _turn(self, loss: PeerLost) -> None:
-        """Turn to the other keeper, if there is one, and send again what has not been answered."""
-        if loss.why == "left" or not self._others:
+    def lose(self, loss: PeerLost) -> None:
+        """If it was our keeper, turn to the other one, if there is one, and send again what has not been answered.
+
+        Copies, since an answer to the first time may come before the second is released.
+        """
+        if loss.rank in self._others:
+            self._others.remove(loss.rank)
+        if loss.rank != self._keeper:
+            return
+        if not self._others:
             raise loss
         self._keeper = self._others.pop()
-        for one in self._unanswered:
-            self._t.send(self._keeper, *one)
+        for tag, meta, tensors in self._unanswered:
+            self._t.send(self._keeper, tag, meta, [x.clone() for x in tensors])
+
+
+def lifelines(w: Worker, shards: int) -> list[Lifeline]:
+    """A worker's posts to all shards."""
+    lines: list[Lifeline] = []
+    lines += [Lifeline(w.transport, k, keepers_of(w, k), lines) for k in range(shards)]
+    return lines
