@@ -93,11 +93,12 @@ def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, q
 
 
 def test_with_two_keepers_for_every_shard_a_lost_server_is_not_missed(capfd, quickly):
-    strategy = with_mortal_server(mh.ssp(replicas=2), rank=3, pushes=40)
-    result = mh.train("digits", strategy, workers=2, servers=2)
+    strategy = with_mortal_server(mh.ssp(lr=0.05, replicas=2), rank=3, pushes=40)
+    result = mh.train(small(), strategy, workers=2, servers=2, steps=100)
+    losses = [line["loss"] for line in result.records if "loss" in line]
     assert result.lost == [(3, KILLED)]
-    assert sum("loss" in line for line in result.records) == result.steps * 2
-    assert result.test_accuracy >= 0.93
+    assert len(losses) == 200, "all that was granted was trained"
+    assert result.final_loss < 0.1 * losses[0]
     said = sorted(capfd.readouterr().err.splitlines())
     assert said == [f"rank 3 is lost: {KILLED}; from now on rank 2 keeps shard {shard} alone" for shard in (0, 1)]
 
