@@ -150,6 +150,16 @@ def test_every_mini_batch_counts_once_whichever_server_dies(method, servers):
     assert hurt > len(times) * 3 // 4
 
 
+@pytest.mark.parametrize("method", ["ssp", "downpour"])
+def test_nothing_is_lost_even_if_a_worker_is_nearer_than_the_backup(method):
+    """On the slow link of the backup a copy takes longer than an answer would."""
+    far = mh.SlowLink(4, factor=8)
+    whole = run(COUNTED[method](), counting, faults=[far])
+    for at in moments(whole.seconds, 30):
+        result = run(COUNTED[method](), counting, faults=[far, mh.Die(3, at)])
+        assert counts(result) == [WORKERS * STEPS] * 12, f"rank 3 died at {at}"
+
+
 def test_half_of_the_servers_may_die_if_no_two_of_them_kept_the_same_shard():
     whole = run(BULK["sgd"](), servers=4)
     for at in moments(whole.seconds * 0.9, 12):
