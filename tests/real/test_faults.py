@@ -26,6 +26,7 @@ from .tools import (
     small,
     stop,
     struck,
+    with_mortal_server,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -89,6 +90,27 @@ def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, q
     assert taken[0] + taken[2] == result.steps * 3 - strike.step - 1, "it took its last one with it"
     assert taken[0] > 0 and taken[2] > 0
     assert result.test_accuracy >= 0.93
+
+
+def test_with_two_keepers_for_every_shard_a_lost_server_is_not_missed(capfd, quickly):
+    strategy = with_mortal_server(mh.ssp(lr=0.05, replicas=2), rank=3, pushes=40)
+    result = mh.train(small(), strategy, workers=2, servers=2, steps=100)
+    losses = [line["loss"] for line in result.records if "loss" in line]
+    assert result.lost == [(3, KILLED)]
+    assert len(losses) == 200, "all that was granted was trained"
+    assert result.final_loss < 0.1 * losses[0]
+    said = sorted(capfd.readouterr().err.splitlines())
+    assert said == [f"rank 3 is lost: {KILLED}; from now on rank 2 keeps shard {shard} alone" for shard in (0, 1)]
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+def test_nor_does_it_change_a_bit_of_a_bulk_run(link, quickly):
+    task = small()
+    whole = mh.train(task, mh.bsp_server(lr=0.1), cluster=mh.Cluster(workers=2), steps=30)
+    strategy = with_mortal_server(mh.bsp_server(lr=0.1, replicas=2), rank=2, pushes=25)
+    result = mh.train(task, strategy, workers=2, servers=2, link=link, steps=30)
+    assert result.lost == [(2, KILLED)]
+    assert result.weights_sha256 == whole.weights_sha256
 
 
 @FAULTS

@@ -18,6 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from manyhands.topology.servers.shard import Shard
 
 LIMIT = 2.0
 """Seconds within which everything must have ended."""
@@ -58,6 +59,22 @@ def struck(strategy, strike):
         return kind.step(self, w, strike(w, batch))
 
     again = {"step": step, "__reduce__": lambda self: (struck, (strategy, strike))}
+    found = copy.copy(strategy)
+    found.__class__ = type(kind.__name__, (kind,), again)
+    return found
+
+
+def with_mortal_server(strategy, rank, pushes):
+    """The same strategy, one of whose servers kills itself over the push that comes after so many."""
+    kind = type(strategy)
+
+    def serve(self, w):
+        if w.rank == rank:
+            push, left = Shard.push, iter(range(pushes))
+            Shard.push = lambda *given, **named: push(*given, **named) if next(left, -1) >= 0 else kill(w, ())
+        kind.serve(self, w)
+
+    again = {"serve": serve, "__reduce__": lambda self: (with_mortal_server, (strategy, rank, pushes))}
     found = copy.copy(strategy)
     found.__class__ = type(kind.__name__, (kind,), again)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from manyhands.codecs import Raw
@@ -28,6 +29,7 @@ def downpour(
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
     groups: int = 0,
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Downpour SGD: clients fetch and push when it suits them, Adagrad at the server smooths what comes.
 
@@ -39,7 +41,8 @@ def downpour(
 
     Shards apply on their own: at any instant they may have seen different updates. With a warm start the first client
     trains alone for a while, since early updates are large, and harmful when they are late. A lost client is not
-    missed, if the shards are not its own: on one host, or with servers. Otherwise the run ends.
+    missed, if the shards are not its own: on one host, or with servers. Otherwise the run ends. A lost server ends the
+    run, unless replicas is 2.
 
     Reference: J. Dean et al., Large scale distributed deep networks, 2012
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
@@ -57,9 +60,11 @@ def downpour(
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
         groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     when, how, what, every = Free(), rule or Adagrad(lr), codec or Raw(), (n_fetch, n_push)
-    return Server(when, how, what, shard, *every, prefetch, phase, local_lr, warm_start=warm_start, groups=groups)
+    usual = Server(when, how, what, shard, *every, prefetch, phase, local_lr)
+    return replace(usual, warm_start=warm_start, groups=groups, copies=replicas)
 
 
 def ad_psgd(

@@ -32,6 +32,7 @@ def dc_asgd(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """DC-ASGD: a late gradient is corrected for the way the weights have gone since it was computed.
 
@@ -45,7 +46,7 @@ def dc_asgd(
 
     The gradient at w is taken to first order, with lambda g^2 in the place of the curvature. Servers keep a copy
     of the weights per worker. A lost worker is not missed, if the shards are not its own: on one host, or with
-    servers. Otherwise the run ends.
+    servers. Otherwise the run ends. A lost server ends the run, unless replicas is 2.
 
     Reference: S. Zheng et al., Asynchronous stochastic gradient descent with delay compensation, 2017,
         arXiv:1609.08326
@@ -62,10 +63,11 @@ def dc_asgd(
         rule: how the corrected gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     usual = 2.0 if adaptive else 0.04
     link = DelayCompensation(usual if strength is None else strength, adaptive, decay, eps, mean_squares)
-    return Server(Free(), chain(link, rule or Sgd(lr)), codec or Raw(), shard, prefetch=True)
+    return Server(Free(), chain(link, rule or Sgd(lr)), codec or Raw(), shard, prefetch=True, copies=replicas)
 
 
 def staleness_aware(
@@ -73,6 +75,7 @@ def staleness_aware(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Staleness-aware SGD: the learning rate of a gradient is divided by its staleness.
 
@@ -84,7 +87,7 @@ def staleness_aware(
 
     With two workers in turn tau is 1 and nothing changes; with many of them the sum of their steps stays about
     that of one. A lost worker is not missed, if the shards are not its own: on one host, or with servers.
-    Otherwise the run ends.
+    Otherwise the run ends. A lost server ends the run, unless replicas is 2.
 
     Reference: W. Zhang, S. Gupta, X. Lian, J. Liu, Staleness-aware async-SGD for distributed deep learning, 2016,
         arXiv:1511.05950
@@ -96,8 +99,10 @@ def staleness_aware(
         rule: how the divided gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
-    return Server(Free(), chain(StalenessAware(), rule or Sgd(lr)), codec or Raw(), shard, prefetch=True)
+    step = chain(StalenessAware(), rule or Sgd(lr))
+    return Server(Free(), step, codec or Raw(), shard, prefetch=True, copies=replicas)
 
 
 def dyn_sgd(
@@ -105,6 +110,7 @@ def dyn_sgd(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """DynSGD: an update counts the less the more others have come since its worker read the weights.
 
@@ -115,7 +121,8 @@ def dyn_sgd(
         shard:  tau = v - v_k;  w <- w - eta g / (tau + 1);  v <- v + 1
 
     Unlike in staleness-aware SGD a gradient of staleness 1 counts half already. A lost worker is not missed, if
-    the shards are not its own: on one host, or with servers. Otherwise the run ends.
+    the shards are not its own: on one host, or with servers. Otherwise the run ends. A lost server ends the run,
+    unless replicas is 2.
 
     Reference: J. Jiang, B. Cui, C. Zhang, L. Yu, Heterogeneity-aware distributed parameter servers, 2017,
         doi:10.1145/3035918.3035933
@@ -127,8 +134,9 @@ def dyn_sgd(
         rule: how the divided gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
-    return Server(Free(), chain(AgeAware(), rule or Sgd(lr)), codec or Raw(), shard, prefetch=True)
+    return Server(Free(), chain(AgeAware(), rule or Sgd(lr)), codec or Raw(), shard, prefetch=True, copies=replicas)
 
 
 def agn(
@@ -138,6 +146,7 @@ def agn(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Accumulated gradient normalization: workers explore for some steps, then push the mean of their gradients.
 
@@ -150,7 +159,7 @@ def agn(
 
     What is pushed has the length of one step and the direction of many. With lambda = 1 it is downpour with a fixed
     rate. A lost worker is not missed, if the shards are not its own: on one host, or with servers. Otherwise the
-    run ends.
+    run ends. A lost server ends the run, unless replicas is 2.
 
     Reference: J. Hermans, G. Spanakis, R. Moeckel, Accumulated gradient normalization, 2017, arXiv:1710.02368
     Loops: strategies/server.py Server.step; strategies/server.py Server.accrue;
@@ -163,10 +172,12 @@ def agn(
         rule: how the server applies the mean gradient, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     local = lr if local_lr is None else local_lr
     step = rule or Sgd(lr)
-    return Server(Free(), step, codec or Raw(), shard, period, period, True, "end", local, push_mean=True)
+    what = codec or Raw()
+    return Server(Free(), step, what, shard, period, period, True, "end", local, push_mean=True, copies=replicas)
 
 
 def adag(
@@ -177,6 +188,7 @@ def adag(
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """ADAG: accumulated gradients as in agn, damped in those coordinates that others have moved meanwhile.
 
@@ -189,7 +201,8 @@ def adag(
                 w <- w - eta (a / lambda) / (1 + (w - m_k)^2 / gamma)        element by element
 
     If nobody came in between, or with gamma unbounded, it is agn. A lost worker is not missed, if the shards are
-    not its own: on one host, or with servers. Otherwise the run ends.
+    not its own: on one host, or with servers. Otherwise the run ends. A lost server ends the run, unless replicas
+    is 2.
 
     Reference: J. Hermans, On scalable deep learning and parallelizing gradient descent (thesis), 2017
     Loops: strategies/server.py Server.step; strategies/server.py Server.accrue;
@@ -204,10 +217,12 @@ def adag(
         rule: how the server applies the damped gradient, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     local = lr if local_lr is None else local_lr
     step = chain(AdaptiveDamping(lr if gamma is None else gamma), rule or Sgd(lr))
-    return Server(Free(), step, codec or Raw(), shard, period, period, True, "end", local, push_mean=True)
+    what = codec or Raw()
+    return Server(Free(), step, what, shard, period, period, True, "end", local, push_mean=True, copies=replicas)
 
 
 def asgd_momentum(
@@ -216,6 +231,7 @@ def asgd_momentum(
     momentum: float | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Asynchronous SGD with momentum: only as much of it as asynchrony does not bring by itself.
 
@@ -227,7 +243,7 @@ def asgd_momentum(
 
     With M workers that come when it suits them the weights move as if they had momentum 1 - 1/M. So the best mu
     falls as M grows. A lost worker is not missed, if the shards are not its own: on one host, or with servers;
-    mu stays as it was. Otherwise the run ends.
+    mu stays as it was. Otherwise the run ends. A lost server ends the run, unless replicas is 2.
 
     Reference: I. Mitliagkas, C. Zhang, S. Hadjis, C. Re, Asynchrony begets momentum, with an application to deep
         learning, 2016, arXiv:1605.09774
@@ -240,6 +256,7 @@ def asgd_momentum(
         momentum: mu, the momentum at the shard, instead of what is left of mu*; may be negative.
         codec: what a push looks like on the wire; raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     rule = TotalMomentum(lr, total) if momentum is None else Momentum(lr, momentum)
-    return Server(Free(), rule, codec or Raw(), shard, prefetch=True)
+    return Server(Free(), rule, codec or Raw(), shard, prefetch=True, copies=replicas)

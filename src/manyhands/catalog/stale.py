@@ -22,6 +22,7 @@ def ssp(
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
     groups: int = 0,
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Stale synchronous parallel: a worker may be ahead of the slowest one by a bounded number of clocks.
 
@@ -33,7 +34,8 @@ def ssp(
     A worker sees every update up to clock c - s - 1, all of its own, and perhaps newer ones. With s = 0 it is bsp with
     eta P; with s unbounded it is total asynchrony. With a cache a worker reads only when what it has read is more than
     s clocks old, and meanwhile adds its own updates to that. A lost worker no longer holds anyone up, if the shards are
-    not its own: on one host, or with servers. Otherwise a shard dies with it, and the run ends.
+    not its own: on one host, or with servers. Otherwise a shard dies with it, and the run ends. A lost server ends the
+    run, unless replicas is 2.
 
     Reference: Q. Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, 2013
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
@@ -48,6 +50,7 @@ def ssp(
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
         groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     kind = Cached if cache else Server
-    return kind(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard, groups=groups)
+    return kind(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard, groups=groups, copies=replicas)

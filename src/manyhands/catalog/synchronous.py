@@ -46,6 +46,7 @@ def bsp_server(
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
     groups: int = 0,
+    replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Bulk-synchronous SGD through parameter servers: a shard waits for all gradients, then applies their mean.
 
@@ -54,7 +55,7 @@ def bsp_server(
         worker: pull w; g_k = gradient(w; B_k); push g_k
         shard:  when all P gradients are there: w <- w - eta (1/P) sum_k g_k, summed in the order of ranks
 
-    The result is that of bsp. A lost worker ends the run.
+    The result is that of bsp. A lost worker ends the run; so does a lost server, unless replicas is 2.
 
     Reference: M. Li et al., Scaling distributed machine learning with the parameter server, 2014
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
@@ -66,8 +67,9 @@ def bsp_server(
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
         shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
         groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
+        replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
-    return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard, groups=groups)
+    return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard, groups=groups, copies=replicas)
 
 
 def hierarchical_server(

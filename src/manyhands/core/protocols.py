@@ -160,9 +160,19 @@ class Transport(Protocol):
         """The world's native collectives over `group`."""
 
 
-def recv(transport: Transport, *tags: Tag, frm: int = ANY) -> Message:
-    """`transport.recv` without a timeout, which therefore always gives a message."""
-    message = transport.recv(*tags, frm=frm)
+class Post(Protocol):
+    """Where one sends and receives: a `Transport`, or something that stands in front of one."""
+
+    def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> None:
+        """As a transport does."""
+
+    def recv(self, *tags: Tag, frm: int = ANY) -> Message | None:
+        """As a transport does, without a timeout."""
+
+
+def recv(post: Post, *tags: Tag, frm: int = ANY) -> Message:
+    """What is received without a timeout is always a message."""
+    message = post.recv(*tags, frm=frm)
     assert message is not None
     return message
 

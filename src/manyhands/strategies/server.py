@@ -63,6 +63,7 @@ class Server:
         draws_from_all: whether every worker may see any sample, instead of having a share of its own.
         warm_start: steps that the first worker takes alone before the others begin.
         groups: how many groups of neighbours come to the shards as one each, by way of a relay; 0: no groups.
+        copies: how many servers keep each shard.
     """
 
     when: Consistency
@@ -78,6 +79,7 @@ class Server:
     draws_from_all: bool = False
     warm_start: int = 0
     groups: int = 0
+    copies: Literal[1, 2] = 1
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -85,6 +87,10 @@ class Server:
         refuse_unless(self.push_every >= 1, "push_every", self.push_every, ">= 1")
         refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")
         refuse_unless(self.warm_start >= 0, "warm_start", self.warm_start, ">= 0")
+        refuse_unless(self.copies in (1, 2), "replicas", self.copies, "1 or 2")
+        alone = self.copies == 1 or self.when.scope == "shard"
+        refuse_unless(alone, "replicas", self.copies, f"1: with {self.when} one shard decides for all")
+        refuse_unless(self.copies == 1 or not self.groups, "replicas", self.copies, "1: with groups of workers")
         refuse_unless(self.groups == 0 or self.groups >= 2, "groups", self.groups, ">= 2, or 0 for none")
         if self.groups and "seen" in self.rule.needs:
             raise Refused(
@@ -104,8 +110,10 @@ class Server:
         self.lockstep = not self.when.tolerates_loss
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """There must be something to keep for every server, and workers enough to make an update."""
+        """There must be something to keep for every server, another server for a copy, and workers enough."""
         check_servers(servers, model)
+        apart = self.copies == 1 or servers >= 2
+        refuse_unless(apart, "replicas", self.copies, f"1 with {servers} servers: two keep a shard only if there are 2")
         refuse_unless(self.groups <= workers, "groups", self.groups, f"<= {workers}, the number of workers")
         among(self.when, self.groups or workers)
 
@@ -117,7 +125,7 @@ class Server:
     def setup(self, w: Worker) -> None:
         """Lanes to the shards; codec memory in parameter coordinates; what is not yet pushed, of how many steps."""
         self.when = among(self.when, self.groups or len(w.workers))
-        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec, self.tree)
+        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec, self.tree, self.copies)
         self.waves = waves(self.lanes, self.when)
         self.warming = WarmStart(w, self.warm_start)
         self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
@@ -226,7 +234,15 @@ class Server:
 
     def serve(self, w: Worker) -> None:
         """Keep a shard."""
-        serve(w, self.shard, among(self.when, self.groups or len(w.workers)), self.rule, self.codec, self.tree)
+        serve(
+            w,
+            self.shard,
+            among(self.when, self.groups or len(w.workers)),
+            self.rule,
+            self.codec,
+            self.tree,
+            self.copies,
+        )
 
     def answer(self, w: Worker) -> Weights | None:
         """What the shards hold when everyone is done."""

@@ -1,6 +1,6 @@
 """Parameter servers: who keeps the weights, and how a worker reaches them.
 
-server ranks          shard k is kept by the k-th server
+server ranks          shard k is kept by the k-th server, and by the next one too if there are to be two copies
 workers on one host   shards lie in the host's shared memory, one per worker (if the rule can be shared)
 otherwise             shard k is kept by an activity of the k-th worker
 
@@ -10,21 +10,23 @@ tree is always one of messages, as if every worker were a host of its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.holding import Holding, corrects
-from manyhands.core.protocols import WAITING, Codec, Consistency, Rule
+from manyhands.core.protocols import WAITING, Codec, Consistency, Post, Rule
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.inbox import Kept, pending_slots
 from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
 from manyhands.topology.servers.relay import Relay, RelayedLane, Tree
+from manyhands.topology.servers.replicas import Replica, lifelines
 from manyhands.topology.servers.shard import Shard
-from manyhands.topology.servers.sharding import Sharding, check_servers, cut
+from manyhands.topology.servers.sharding import Sharding, Shards, check_servers, cut
 from manyhands.topology.servers.shared import shared_lanes
 
 SMALL = 256 * 1024
@@ -34,15 +36,17 @@ __all__ = ["Lane", "Sharding", "Tree", "check_servers", "connect", "read_outcome
 
 
 def connect(
-    w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None
+    w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None, copies: int = 1
 ) -> list[Lane]:
     """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
     me = w.workers.index(w.rank)
     together = when.scope == "job"
     one_host = not w.servers and len({w.transport.hosts[rank] for rank in w.workers}) == 1
-    if one_host and tree is None and "owner" not in rule.needs and not w.flat.is_meta:
+    if copies == 2:
+        lanes: list[Lane] = _double_lanes(w, cut(w.flat, how, len(w.servers), rule))
+    elif one_host and tree is None and "owner" not in rule.needs and not w.flat.is_meta:
         shards = cut(w.flat, how, 1 if together else _worth_sharing(w), rule, at_most=True)
-        lanes: list[Lane] = list(shared_lanes(w, shards, when, rule, codec))
+        lanes = list(shared_lanes(w, shards, when, rule, codec))
     else:
         lanes = _by_messages(w, how, when, rule, codec, tree)
     start = 0 if together else me % len(lanes)
@@ -69,6 +73,12 @@ def _by_messages(
     return [first, *(lane(*one, after) for one in zip(keepers[1:], shards[1:], strict=True))]
 
 
+def _double_lanes(w: Worker, shards: Shards) -> list[Lane]:
+    """Lanes to shards that have two keepers each."""
+    posts = lifelines(w, len(shards))
+    return [MessageLane(w, w.servers[k], spans, post=posts[k]) for k, spans in enumerate(shards)]
+
+
 def waves(lanes: list[Lane], when: Consistency) -> list[list[Lane]]:
     """Which lanes can be read at once, one wave after the other."""
     return [lanes] if when.scope == "shard" else [lanes[:1], lanes[1:]]
@@ -80,10 +90,23 @@ def _worth_sharing(w: Worker) -> int:
     return min(len(w.workers), 1 + nbytes // SMALL)
 
 
-def serve(w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None) -> None:
-    """The main program of a server rank."""
+def serve(
+    w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None, copies: int = 1
+) -> None:
+    """The main program of a server rank; with two copies it also keeps that of the shard before its own."""
     shards = cut(w.flat, how, len(w.servers), rule)
-    _keeper(w, w.servers, shards[w.servers.index(w.rank)], when, rule, codec, tree).serve()
+    me = w.servers.index(w.rank)
+    if copies == 1:
+        _keeper(w, w.servers, shards[me], when, rule, codec, tree).serve()
+        return
+
+    def keep(k: int, rule: Rule) -> None:
+        post = Replica(w, k)
+        post.serve(_keeper(w, w.servers, shards[k], when, rule, codec, None, post))
+
+    before = (me - 1) % len(shards)
+    w.transport.spawn(partial(keep, before, copy.deepcopy(rule)))  # a rule may remember things itself
+    keep(me, rule)
 
 
 def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
@@ -106,6 +129,7 @@ def _keeper(
     rule: Rule,
     codec: Codec,
     tree: Tree | None,
+    post: Post | None = None,
 ) -> Keeper:
     own = partial(Holding, places=w.flat.places, rule=rule, knows_seen=True)
     weights = [w.flat.weights(span) for span in spans]
@@ -119,4 +143,4 @@ def _keeper(
     keeps = when.merges and (any(corrects(one.rule) for one in holdings) or when.admit(WAITING))
     inbox = Kept(codec, weights) if keeps else LentInbox(codec)
     shard = Shard(holdings, when, ledger, inbox, w.batch_size, seen, len(w.workers))
-    return Keeper(w, shard, keepers, relays)
+    return Keeper(w, shard, keepers, relays, post)

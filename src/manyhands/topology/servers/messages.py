@@ -34,7 +34,7 @@ from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
-from manyhands.core.protocols import Codec, Message, Meta, Saved, Tag, recv
+from manyhands.core.protocols import Codec, Message, Meta, Post, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.inbox import Payload
@@ -97,12 +97,21 @@ class LentInbox:
 class Keeper:
     """The loop of a rank that keeps a shard; `keepers` are all such ranks: none of them can be spared.
 
-    Nor can `relays`, if there are any: then they come here, and not the workers.
+    Nor can `relays`, if there are any: then they come here, and not the workers. With a `post` of its own it hears of
+    workers, and answers them, only through that.
     """
 
-    def __init__(self, w: Worker, shard: Shard, keepers: Sequence[int], relays: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        w: Worker,
+        shard: Shard,
+        keepers: Sequence[int],
+        relays: Sequence[int] = (),
+        post: Post | None = None,
+    ) -> None:
         self._w = w
         self._t = w.transport
+        self._post: Post = post or w.transport
         self._shard = shard
         self._keepers = keepers
         self._vital = {*keepers, *relays}
@@ -117,14 +126,18 @@ class Keeper:
 
     def serve(self) -> None:
         """Answer workers until all are done, then the one who reads the outcome."""
+        self.serve_workers()
+        self.serve_reader()
+
+    def serve_workers(self) -> None:
+        """Answer until all are done."""
         while (alive := self._shard.ledger.alive) or self._resting:
             try:
-                message = recv(self._t, *AT_WORK, *(() if alive else AT_REST))
+                message = recv(self._post, *AT_WORK, *(() if alive else AT_REST))
             except PeerLost as loss:
                 self._lose(loss)
             else:
                 self._handle(message)
-        self._serve_reader()
 
     def _order(self, workers: Sequence[int]) -> None:
         for rank in self._keepers[1:]:
@@ -134,7 +147,7 @@ class Keeper:
         """Follow the shard that decides until this version, which somebody has seen there."""
         while self._shard.ledger.version < version:
             try:
-                self._handle(recv(self._t, ORDER))
+                self._handle(recv(self._post, ORDER))
             except PeerLost as loss:
                 self._lose(loss)
 
@@ -145,12 +158,13 @@ class Keeper:
             self._resting.discard(self._number[loss.rank])
             self._answer(self._shard.lose(self._number[loss.rank], loss))
 
-    def _serve_reader(self) -> None:
+    def serve_reader(self) -> None:
         """The lowest worker still there reads; if it goes without having read, the next one may."""
-        while self._t.role == "worker" or self._t.peers("worker"):
-            lead = self._w.lead
+        me = [self._w.rank] if self._t.role == "worker" else []
+        while workers := [*me, *self._t.peers("worker")]:
+            lead = min(workers)
             try:
-                message = recv(self._t, FINAL, frm=lead)
+                message = recv(self._post, FINAL, frm=lead)
             except PeerLost as loss:
                 if loss.rank in self._vital:
                     raise
@@ -174,7 +188,7 @@ class Keeper:
             self._w.move(2 * shard.nbytes)
             moves = shard.exchange(message.tensors, message.meta[0])
             message.release()
-            self._t.send(message.frm, MOVED, (), moves)
+            self._post.send(message.frm, MOVED, (), moves)
         elif tag == DONE:
             self._answer(shard.leave(i))
         else:
@@ -200,7 +214,7 @@ class Keeper:
             found = shard.pieces(self._w.flat.places)
             names, starts = tuple(piece.name for piece in found), tuple(piece.start for piece in found)
             meta = shard.ledger.version, names, starts
-            self._t.send(message.frm, STATE, meta, [piece.values for piece in found])
+            self._post.send(message.frm, STATE, meta, [piece.values for piece in found])
         else:
             if tag == JOIN:
                 self._resting.discard(i)
@@ -208,7 +222,7 @@ class Keeper:
             else:
                 shard.restore(self._w.flat.places, dict(zip(message.meta, message.tensors, strict=True)))
                 message.release()
-            self._t.send(message.frm, READY)
+            self._post.send(message.frm, READY)
 
     def _answer(self, admitted: list[int]) -> None:
         for i in admitted:
@@ -221,7 +235,7 @@ class Keeper:
         """Send a copy: the shard goes on changing its own weights."""
         ledger, i = self._shard.ledger, self._number[rank]
         copies = [h.weights if h.weights.is_meta else h.weights.clone() for h in self._shard.holdings]
-        self._t.send(rank, tag, (ledger.version, ledger.lag[i], ledger.refused[i]), copies)
+        self._post.send(rank, tag, (ledger.version, ledger.lag[i], ledger.refused[i]), copies)
         ledger.refused[i] = 0
         return copies
 
@@ -229,26 +243,29 @@ class Keeper:
 class MessageLane:
     """A worker's lane to a shard kept by another rank, or by another activity of its own.
 
-    `first` is the lane to the shard that decides, if this one follows: it must be read before.
+    `first` is the lane to the shard that decides, if this one follows: it must be read before. With a `post` of its own
+    it talks to the keeper only through that.
     """
 
-    def __init__(self, w: Worker, keeper: int, spans: list[Span], first: MessageLane | None = None) -> None:
+    def __init__(
+        self, w: Worker, keeper: int, spans: list[Span], first: MessageLane | None = None, post: Post | None = None
+    ) -> None:
         self.spans = spans
         self.lag = 0
         self.refused = False
         self._first = first
-        self._t = w.transport
+        self._post: Post = post or w.transport
         self._places = w.flat.places
         self._keeper = keeper
         self._version = 0
 
     def _say(self, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> None:
         """Tell whoever this lane leads to."""
-        self._t.send(self._keeper, tag, meta, tensors)
+        self._post.send(self._keeper, tag, meta, tensors)
 
     def _hear(self, tag: Tag) -> Message:
         """What it answers."""
-        return recv(self._t, tag, frm=self._keeper)
+        return recv(self._post, tag, frm=self._keeper)
 
     def ask(self) -> None:
         self._say(ASK, self._wanted)
@@ -274,8 +291,8 @@ class MessageLane:
         self._say(PUSH, pushed, [x for p in payload for x in p])
 
     def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
-        self._t.send(self._keeper, EXCHANGE, (alpha,), xs)
-        return list(recv(self._t, MOVED, frm=self._keeper).keep())
+        self._post.send(self._keeper, EXCHANGE, (alpha,), xs)
+        return list(recv(self._post, MOVED, frm=self._keeper).keep())
 
     def done(self) -> None:
         self._say(DONE)
@@ -293,20 +310,20 @@ class MessageLane:
         self._hear(READY)
 
     def state(self) -> list[Piece]:
-        self._t.send(self._keeper, SAVE, self._wanted)
-        message = recv(self._t, STATE, frm=self._keeper)
+        self._post.send(self._keeper, SAVE, self._wanted)
+        message = recv(self._post, STATE, frm=self._keeper)
         self._version, names, starts = message.meta
         return [Piece(*one) for one in zip(names, starts, message.keep(), strict=True)]
 
     def restore(self, saved: Saved) -> None:
         mine = {place.name for place in self._places if any(_overlap(place.span, span) for span in self.spans)} | {""}
         wanted = {name: value for name, value in saved.items() if name.rpartition("/")[0] in mine}
-        self._t.send(self._keeper, RESTORE, tuple(wanted), tuple(wanted.values()))
-        recv(self._t, READY, frm=self._keeper)
+        self._post.send(self._keeper, RESTORE, tuple(wanted), tuple(wanted.values()))
+        recv(self._post, READY, frm=self._keeper)
 
     def final(self, into: Sequence[Tensor]) -> None:
-        self._t.send(self._keeper, FINAL, self._wanted)
-        self._read(recv(self._t, LAST, frm=self._keeper), into)
+        self._post.send(self._keeper, FINAL, self._wanted)
+        self._read(recv(self._post, LAST, frm=self._keeper), into)
 
 
 @torch.no_grad()

@@ -93,10 +93,10 @@ class RelayedLane(MessageLane):
         self._weights = _weights_of(keeper)
 
     def _say(self, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> None:
-        self._t.send(self._relay, INNER[tag], (self._keeper, *meta), tensors)
+        self._post.send(self._relay, INNER[tag], (self._keeper, *meta), tensors)
 
     def _hear(self, tag: Tag) -> Message:
-        return recv(self._t, self._weights if tag == WEIGHTS else INNER[tag], frm=self._relay)
+        return recv(self._post, self._weights if tag == WEIGHTS else INNER[tag], frm=self._relay)
 
     def lose(self, loss: PeerLost) -> None:
         """Without keeper or relay nothing goes on."""
