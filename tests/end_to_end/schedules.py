@@ -23,7 +23,7 @@ from manyhands.topology.peers import sides
 SERVED = [*catalog.quorum.__all__, *catalog.delayed.__all__, "bsp_server", "downpour", "ssp"]
 """Parameter servers."""
 ELASTIC = ["eamsgd", "easgd"]
-TOGETHER = [*catalog.local.__all__, "adaptive_batch", "bsp"]
+TOGETHER = [*catalog.local.__all__, "adaptive_batch", "bsp", "hybrid"]
 """All take every step, or every round, together."""
 PEERS = ["ad_psgd", "d_psgd", "gossip"]
 SHARED = ["hogbatch", "hogwild"]
@@ -270,6 +270,7 @@ OWN_KNOBS = {
     "gossip": _any(mode=["push", "pull", "pairwise"], period=[1, 1, 2]),
     "hogbatch": _any(),
     "hogwild": _any(),
+    "hybrid": _any(threshold=[0.5]),
     "k_async": _any(k=_up_to),
     "k_batch_async": _any(k=_up_to),
     "k_sync": _any(k=_up_to),

@@ -104,7 +104,7 @@ PLAIN = {
     "post_local_sgd": {"warmup": 2},
 }
 """With these knobs one worker is alone; the other methods need none."""
-NOT_PLAIN = {"asysvrg", "easgd", "eamsgd", "sandblaster"}
+NOT_PLAIN = {"asysvrg", "easgd", "eamsgd", "hierarchical_server", "sandblaster"}
 SERVED = [
     *["adag", "agn", "asgd_momentum", "backup_workers", "bsp_server", "dc_asgd", "downpour", "dyn_sgd"],
     *["k_async", "k_batch_async", "k_sync", "softsync", "ssp", "staleness_aware"],

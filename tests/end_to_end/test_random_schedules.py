@@ -67,7 +67,8 @@ def told(outcome):
 
 
 def test_every_method_that_divides_data_has_its_random_knobs():
-    assert set(METHODS) == set(catalog.__all__) - set(catalog.pipelines.__all__)
+    in_groups = {"hierarchical_server"}  # whose shards see sums of gradients: tests/pins/test_tree.py
+    assert set(METHODS) == set(catalog.__all__) - set(catalog.pipelines.__all__) - in_groups
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, GROUP))

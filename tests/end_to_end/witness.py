@@ -126,7 +126,7 @@ class Witness:
     def _shard_update(self, update, shard, group):
         name, version = _name(shard), shard.ledger.version
         if group:
-            self.updates[name].append([(*self._slots[name, slot], version - seen) for _, slot, seen in group])
+            self.updates[name].append([(*self._slots[name, one.slot], version - one.seen) for one in group])
         update(shard, group)
 
     def _shard_drop_outdated(self, drop, shard):

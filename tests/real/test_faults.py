@@ -92,15 +92,13 @@ def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, q
     assert result.test_accuracy >= 0.93
 
 
-def test_with_two_keepers_for_every_shard_a_lost_server_is_not_missed(capfd, quickly):
+def test_with_two_keepers_for_every_shard_a_lost_server_is_not_missed(quickly):
     strategy = with_mortal_server(mh.ssp(lr=0.05, replicas=2), rank=3, pushes=40)
     result = mh.train(small(), strategy, workers=2, servers=2, steps=100)
     losses = [line["loss"] for line in result.records if "loss" in line]
     assert result.lost == [(3, KILLED)]
     assert len(losses) == 200, "all that was granted was trained"
     assert result.final_loss < 0.1 * losses[0]
-    said = sorted(capfd.readouterr().err.splitlines())
-    assert said == [f"rank 3 is lost: {KILLED}; from now on rank 2 keeps shard {shard} alone" for shard in (0, 1)]
 
 
 @pytest.mark.parametrize("link", ["shm", "tcp"])
