@@ -106,8 +106,7 @@ class Shard:
         if not self.when.admit(me):
             ledger.parked[i] = 1
             return False
-        if self.when.bounds_clocks:
-            ledger.lag[i] = max(0, me.clock - me.slowest)
+        self._let_in(i)
         return True
 
     def push(
@@ -162,7 +161,14 @@ class Shard:
         freed = [i for i in candidates if ledger.parked[i] and self.when.admit(ledger.standing(i))]
         for i in freed:
             ledger.parked[i] = 0
+            self._let_in(i)
         return freed
+
+    def _let_in(self, i: int) -> None:
+        """Worker `i` reads now: if clocks are bounded, its lag is how far ahead of the slowest it is."""
+        if self.when.bounds_clocks:
+            me = self.ledger.standing(i)
+            self.ledger.lag[i] = max(0, me.clock - me.slowest)
 
     def _update(self, group: list[int]) -> None:
         """One update with the mean of the gradients of `group`, summed in rank order."""

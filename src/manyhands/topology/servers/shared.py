@@ -19,7 +19,7 @@ from manyhands.core.holding import Holding
 from manyhands.core.protocols import Codec, Consistency, Rule, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.ledger import Ledger
+from manyhands.topology.servers.ledger import NEVER, Ledger
 from manyhands.topology.servers.shard import Payload, Shard
 from manyhands.topology.servers.sharding import Shards
 
@@ -183,6 +183,7 @@ class SharedLane:
         self._wake_up(freed)
 
     def final(self, into: Sequence[Tensor]) -> None:
+        self._hear_losses()
         with self._t.lock(self._name):
             self._has = -1
             self._read(into)
@@ -194,7 +195,17 @@ class SharedLane:
         with self._t.lock(self._name):
             self._shard.ledger.join(self._me)
 
+    def _hear_losses(self) -> None:
+        """Everyone has taken leave but the lost: if nobody had to wait, nobody has heard of them."""
+        for i, rank in enumerate(self._w.workers):
+            while self._shard.ledger.clock[i] != NEVER:
+                try:
+                    recv(self._t, self._wake, frm=rank)
+                except PeerLost as loss:
+                    self._lose(loss)
+
     def state(self) -> list[Piece]:
+        self._hear_losses()
         with self._t.lock(self._name):
             return self._shard.pieces(self._w.flat.places)
 

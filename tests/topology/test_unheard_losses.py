@@ -1,0 +1,30 @@
+"""Shards in shared memory: whoever is lost while nobody waits is heard of at the end at the latest."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+
+
+class Counter(nn.Module):
+    """Its gradient is -1: with SGD of rate 1 it counts updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(1))
+
+    def forward(self, sample):
+        return -self.w.sum() + 0 * sample.mean()
+
+
+def count(strategy, workers, lost):
+    task = mh.Task(Counter, TensorDataset(torch.zeros(8, 1)), batch_size=1, work=50e9)
+    cluster = mh.Cluster(workers=workers, hosts=1, faults=[mh.Die(lost, 0.5)])
+    return mh.train(task, strategy, cluster=cluster, steps=1).weights["w"].item()
+
+
+def test_a_bulk_method_does_not_answer_without_its_last_update():
+    with pytest.raises(mh.PeerLost, match="rank 1 is lost: it died"):
+        count(mh.bsp_server(lr=1.0), workers=2, lost=1)
