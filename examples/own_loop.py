@@ -17,7 +17,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     with mh.join(model, loss=cross_entropy, optimizer=optimizer, strategy=mh.ssp(staleness=3)) as hands:
-        for x, y in hands.share(dataset, batch_size=32, epochs=10):
+        for x, y in hands.share(dataset, batch_size=32, epochs=20):
             loss = hands.step(x, y)
 
     if hands.lead:

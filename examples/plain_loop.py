@@ -14,7 +14,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    for _ in range(10):
+    for _ in range(20):
         for x, y in DataLoader(dataset, batch_size=32, shuffle=True):
             optimizer.zero_grad()
             loss = cross_entropy(model(x), y)

@@ -91,11 +91,13 @@ def test_your_own_task_from_the_command_line(tmp_path):
     assert answer["final_loss"] < first["loss"] / 2
 
 
-SAYS = r"last loss 0\.\d{3}, (9\d\.\d)% of the points are told apart\n"
+def told_apart(printed):
+    """Percent; the larger of the two classes has 54, and asynchronous runs end between 92 and 99."""
+    return float(re.fullmatch(r"last loss 0\.\d{3}, (\d\d\.\d)% of the points are told apart\n", printed)[1])
 
 
 def test_plain_loop(tmp_path):
-    assert re.fullmatch(SAYS, run(EXAMPLES / "plain_loop.py", cwd=tmp_path).stdout)
+    assert told_apart(run(EXAMPLES / "plain_loop.py", cwd=tmp_path).stdout) > 85
 
 
 @pytest.mark.parametrize(
@@ -105,4 +107,4 @@ def test_plain_loop(tmp_path):
 )
 def test_own_loop(launcher, tmp_path):
     done = run("-m", *launcher, EXAMPLES / "own_loop.py", cwd=tmp_path)
-    assert re.fullmatch(SAYS, done.stdout), "the lead alone speaks"
+    assert told_apart(done.stdout) > 85, "and the lead alone speaks"

@@ -169,6 +169,18 @@ def test_the_elastic_move_is_alpha_times_the_gap_and_the_weights_follow(kind):
     assert all(torch.equal(x, y) for x, y in zip(xs, gradient(3), strict=True))
 
 
+@KIND
+def test_whoever_had_to_wait_has_the_lag_of_the_moment_it_is_let_in(kind):
+    """Two clocks ahead it is parked; when the others have taken one step each, it is one ahead."""
+    shard = shard_of(kind, Stale(1), Sgd(0.1), Raw())
+    for _ in range(2):
+        shard.push(0, encoded(Raw(), gradient(0)), 0)
+    assert not shard.pull(0)
+    assert shard.push(1, encoded(Raw(), gradient(1)), 0) == []
+    assert shard.push(2, encoded(Raw(), gradient(2)), 0) == [0]
+    assert shard.ledger.lag[0] == 1
+
+
 # -- whole runs -----------------------------------------------------------------------------------
 
 
