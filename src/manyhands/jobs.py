@@ -46,6 +46,7 @@ def train(
     progress: Progress | None = None,
     checkpoint_every: int | None = None,
     resume: str | Path | None = None,
+    spares: int = 0,
 ) -> Result:
     """Train a task with a method, by real processes of this machine or in a virtual cluster.
 
@@ -67,11 +68,12 @@ def train(
         progress: told about every step.
         checkpoint_every: steps between two checkpoints; there is one more at the end.
         resume: a checkpoint, a folder of them, or the `out` of the run to go on with.
+        spares: real workers that come later: one when a worker is lost, or when this process gets SIGUSR1.
     """
     named = Named(task, None if data is None else Path(data)) if isinstance(task, str) else None
     task = named.load() if named is not None else task
     assert isinstance(task, Task)
-    where = machines(strategy, cluster, workers, servers, link, bind)
+    where = machines(strategy, cluster, workers, servers, link, bind, spares)
     plan = make_plan(task, strategy, where, seed, steps, epochs, batch_size, per_worker)
     plan = with_checkpoints(plan, out, checkpoint_every, resume)
     for remark in plan.remarks:
@@ -112,8 +114,9 @@ def _run(plan: Plan, named: Named | None, record: Record, progress: Progress | N
 def _really(plan: Plan, named: Named | None, observe: Callable[[Line], None]) -> Ran:
     launched = run_plan(plan, named, observe)
     done = [one for one in launched.results if isinstance(one, Done)]
-    stopped = [one.stopped_at for one in done[: plan.machines.workers] if one.stopped_at is not None]
-    outcomes = [one.outcome for one in launched.results[: plan.machines.workers] if isinstance(one, Done)]
+    stopped = [one.stopped_at for one in done if one.stopped_at is not None]
+    workers = plan.machines.roles.count("worker")
+    outcomes = [one.outcome for one in launched.results[:workers] if isinstance(one, Done)]
     return Ran(outcomes, sum(one.bytes_sent for one in done), launched.lost, _last_step(plan, stopped))
 
 
@@ -146,14 +149,14 @@ def _virtually(plan: Plan, observe: Callable[[Line], None]) -> Ran:
         resume=plan.resume,
     )
     simulation = simulate(cluster, lambda transport: run_rank(job, transport), plan.seed)
-    outcomes = [one for one in simulation.results[: cluster.workers] if isinstance(one, Outcome)]
+    workers = cluster.size - cluster.servers
+    outcomes = [one for one in simulation.results[:workers] if isinstance(one, Outcome)]
     return Ran(outcomes, sum(simulation.bytes), simulation.lost)
 
 
 def _header(plan: Plan) -> dict[str, Any]:
     where = plan.machines
     hosts = where.placement()
-    roles = ["worker"] * where.workers + ["server"] * where.servers
     return {
         "task": plan.task.name,
         "strategy": repr(plan.strategy),
@@ -163,7 +166,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "steps": plan.steps,
         "batch_size": plan.batch_size,
         "remarks": plan.remarks,
-        "participants": [{"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(roles)],
+        "participants": [{"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(where.roles)],
     }
 
 

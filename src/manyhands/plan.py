@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.protocols import Batch, Checks, Divides, Draws, Remarks, Saves, Serves, Strategy, Transport
+from manyhands.core.protocols import (
+    Batch,
+    Checks,
+    Divides,
+    Draws,
+    Remarks,
+    Saves,
+    Serves,
+    Strategy,
+    Transport,
+    Welcomes,
+)
 from manyhands.core.saving import Snapshot
 from manyhands.core.task import Task
 from manyhands.runtime.resuming import CHECKPOINTS, Terms, folder_of, refuse_to_mix, resumed
@@ -19,13 +30,23 @@ from manyhands.virtual.cluster import Cluster
 
 @dataclass(frozen=True)
 class Machines:
-    """Where a run takes place: in a virtual cluster, or in processes of this machine that talk over a link."""
+    """Where a run takes place: in a virtual cluster, or in processes of this machine that talk over a link.
+
+    Args:
+        workers: those that begin together.
+        servers: ranks that only serve.
+        cluster: the virtual machines, if they are virtual.
+        link: of real processes.
+        bind: the address they listen on.
+        newcomers: how many more workers may come.
+    """
 
     workers: int
     servers: int = 0
     cluster: Cluster | None = None
     link: str = "shm"
     bind: str = "127.0.0.1"
+    newcomers: int = 0
 
     @property
     def world(self) -> str:
@@ -40,8 +61,13 @@ class Machines:
         """The host of every rank."""
         if self.cluster is not None:
             return list(self.cluster.placement())
-        size = self.workers + self.servers
+        size = len(self.roles)
         return list(range(size)) if self.link == "tcp" else [0] * size
+
+    @property
+    def roles(self) -> list[str]:
+        """The role of every rank, whether it comes or not."""
+        return ["worker"] * (self.workers + self.newcomers) + ["server"] * self.servers
 
 
 @dataclass(frozen=True)
@@ -95,16 +121,25 @@ class Plan:
         if self.task.sizes_only:
             while True:
                 yield ()
-        replica = self.terms.replica(transport.rank)
-        whole = isinstance(self.strategy, Draws) and self.strategy.draws_from_all
-        share = Share(self.task.data, replica, self.replicas, self.batch_size, self.seed, whole=whole)
+        if transport.rank in transport.late:  # all is shared out already, so it sees everything
+            replica, replicas, whole = transport.rank, transport.roles.count("worker"), True
+        else:
+            replica, replicas = self.terms.replica(transport.rank), self.replicas
+            whole = isinstance(self.strategy, Draws) and self.strategy.draws_from_all
+        share = Share(self.task.data, replica, replicas, self.batch_size, self.seed, whole=whole)
         share.position = position
         while True:
             yield share.next_batch()
 
 
 def machines(
-    strategy: Strategy, cluster: Cluster | None, workers: int | None, servers: int | None, link: str, bind: str
+    strategy: Strategy,
+    cluster: Cluster | None,
+    workers: int | None,
+    servers: int | None,
+    link: str,
+    bind: str,
+    spares: int = 0,
 ) -> Machines:
     """Where a run takes place; refused if the method cannot work there."""
     if cluster is None and workers is not None:
@@ -113,7 +148,9 @@ def machines(
         refuse_unless(link in LINKS, "link", link, " or ".join(LINKS))
         fits = link == "shm" or not strategy.one_host
         refuse_unless(fits, "link", link, "shm: the workers of this method share memory, and with tcp each is a host")
-        return Machines(workers, servers or 0, None, link, bind)
+        refuse_unless(spares >= 0, "spares", spares, ">= 0")
+        return Machines(workers, servers or 0, None, link, bind, spares)
+    refuse_unless(not spares, "spares", spares, "0 in a virtual cluster: it says itself when newcomers come")
     cluster = cluster or Cluster()
     if workers is not None and workers != cluster.workers:
         raise Refused(f"workers is {workers}, but the cluster has {cluster.workers}")
@@ -122,7 +159,7 @@ def machines(
     cluster = replace(cluster, servers=cluster.servers if servers is None else servers)
     if strategy.one_host:
         cluster = cluster.on_one_host()
-    return Machines(cluster.workers, cluster.servers, cluster)
+    return Machines(cluster.workers, cluster.servers, cluster, newcomers=len(cluster.newcomers))
 
 
 def make_plan(
@@ -148,6 +185,10 @@ def make_plan(
     refuse_unless(virtual, "the task", task.name, "one with data: sizes only are for virtual time")
     has_servers = isinstance(strategy, Serves) or not where.servers
     refuse_unless(has_servers, "servers", where.servers, "0: this method has none")
+    welcome = isinstance(strategy, Welcomes) and strategy.welcomes and not per_worker
+    refuse_unless(
+        welcome or not where.newcomers, "the number of newcomers", where.newcomers, "0: here nobody may come later"
+    )
     if isinstance(strategy, Checks):
         strategy.check(where.workers, where.servers, batch_size, task.build(seed))
     if steps is None:

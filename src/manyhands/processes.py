@@ -55,7 +55,13 @@ def run_plan(plan: Plan, named: Named | None, observe: Callable[[Line], None]) -
 
     program = Part(plan if named is None else replace(plan, task=_nothing), named)
     return launch(
-        program, workers=where.workers, servers=where.servers, link=where.link, bind=where.bind, on_lines=on_lines
+        program,
+        workers=where.workers,
+        servers=where.servers,
+        link=where.link,
+        bind=where.bind,
+        on_lines=on_lines,
+        spares=where.newcomers,
     )
 
 
@@ -84,10 +90,12 @@ class Part:
             saves_segments=plan.checkpoint_every is not None,
             resume=plan.resume,
         )
-        refuse_unlike(transport, job.model())
+        if transport.rank not in transport.late:
+            refuse_unlike(transport, job.model())
         outcome = run_rank(job, transport)
         lines.send()
-        stopped = next((lines.step for one in stretches if one.budget.stopped), None)
+        taken = lines.number if transport.rank in transport.late else lines.step
+        stopped = next((taken for one in stretches if one.budget.stopped), None)
         return Done(outcome, transport.bytes_sent, stopped)
 
 
@@ -111,11 +119,12 @@ class Lines:
         self._member = transport.member
         self._rows: list[Line] = []
         self._sent = time.monotonic()
-        self.step = 0
+        self.step = self.number = 0
 
     def add(self, line: Line) -> None:
         """One more step."""
         self.step = line["step"]
+        self.number += 1
         self._rows.append(line)
         if time.monotonic() - self._sent > EVERY:
             self.send()

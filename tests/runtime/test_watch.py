@@ -28,7 +28,7 @@ def knock(seat, key):
 
 def test_everyone_learns_where_all_are_and_then_begins(job):
     meeting = job(3)
-    assert meeting.run(*["tell(meet()); line.send('left')"] * 3) == [str(("at 0", "at 1", "at 2"))] * 3
+    assert meeting.run(*["tell(meet()); line.send('left')"] * 3) == [str(((0, "at 0"), (1, "at 1"), (2, "at 2")))] * 3
     assert (meeting.watcher.lost, meeting.watcher.cause) == ([], None)
     assert [meeting.watcher.endings[rank].code for rank in range(3)] == [0, 0, 0]
 

@@ -256,15 +256,3 @@ def test_whoever_has_the_newest_weights_needs_no_lock_to_read_them(monkeypatch):
     mh.train(task, mh.ssp(lr=0.1), cluster=mh.Cluster(workers=1), steps=10)
     setup, first_pull, done, final = 1, 1, 1, 1
     assert len(names) == setup + first_pull + 10 + done + final
-
-
-@KIND
-def test_whoever_had_to_wait_has_the_lag_of_the_moment_it_is_let_in(kind):
-    """Two clocks ahead it is parked; when the others have taken one step each, it is one ahead."""
-    shard = shard_of(kind, Stale(1), Sgd(0.1), Raw())
-    for _ in range(2):
-        shard.push(0, encoded(Raw(), gradient(0)), 0)
-    assert not shard.pull(0)
-    assert shard.push(1, encoded(Raw(), gradient(1)), 0) == []
-    assert shard.push(2, encoded(Raw(), gradient(2)), 0) == [0]
-    assert shard.ledger.lag[0] == 1

@@ -37,6 +37,7 @@ class Run:
     task: Annotated[str, _option("digits, mnist, text, regression, vgg16, or your own as module:function")] = "digits"
     workers: Annotated[int | None, _option("how many workers", "2; 4 if virtual, or the cluster file's", "INT")] = None
     servers: Annotated[int | None, _option("how many servers of their own", "0, or the cluster file's", "INT")] = None
+    spares: Annotated[int | None, _option("workers that come when one is lost, or at SIGUSR1", "0", "INT")] = None
     steps: Annotated[int | None, _option("updates of workers x batch size samples", "see --epochs", "INT")] = None
     epochs: Annotated[float | None, _option("passes over the data", "the task's", "FLOAT")] = None
     batch_size: Annotated[int | None, _option("samples per worker and step", "the task's", "INT")] = None

@@ -94,10 +94,10 @@ def check(options: Run) -> None:
     """Refuse what can be seen to be wrong without starting anything."""
     if options.steps is not None and options.epochs is not None:
         raise Refused(f"steps is {options.steps} and epochs is {options.epochs}, but only one of them may be given")
-    for name in ("link", "bind"):
+    for name, own in (("link", "links"), ("bind", "links"), ("spares", "newcomers")):
         value = getattr(options, name)
         real = value is None or not is_virtual(options)
-        refuse_unless(real, name, value, "left out: a virtual cluster has links of its own")
+        refuse_unless(real, name, value, f"left out: a virtual cluster has {own} of its own")
     tcp = options.bind is None or options.link == "tcp"
     refuse_unless(tcp, "bind", options.bind, "left out without --link tcp: nobody listens on an address")
     for name in ("steps", "epochs", "batch_size", "checkpoint_every"):
@@ -131,7 +131,7 @@ def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
 
 def machines(options: Run) -> dict[str, Any]:
     """Where to run: in real processes, or in a virtual cluster; what the command line says wins over its file."""
-    sizes = {name: getattr(options, name) for name in ("workers", "servers", "link", "bind")}
+    sizes = {name: getattr(options, name) for name in ("workers", "servers", "link", "bind", "spares")}
     given = {name: size for name, size in sizes.items() if size is not None}
     if not is_virtual(options):
         return {"workers": WORKERS, **given}

@@ -6,15 +6,23 @@ one common budget, so that a fast worker does the work a slow one cannot.
 
 A run that is to be saved now and then is a row of segments, each with a budget of its own: at the end of one nobody is
 granted anything any more, so everyone comes to rest, the state is saved, and the next one begins.
+
+A worker that comes later enters the stretch that is under way: neither before somebody has begun it, nor after it is
+used up, so that it never meets the others at rest. Whoever is granted nothing any more knows who has entered, and that
+they are all there: it waits for those who are still on their way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from manyhands.core.protocols import Transport
+from manyhands.core.protocols import Tag, Transport
+
+NOTHING = Tag("nothing", carries="nothing")
+PAUSE = 1e-3
+"""Seconds between two looks at those who come."""
 
 
 class Budget(Protocol):
@@ -22,15 +30,40 @@ class Budget(Protocol):
 
     stopped: bool
     """Whether it was closed before it was used up, because the run is to stop."""
+    arrivals: Sequence[int]
+    """Who has come while it was under way; all are known once it is used up."""
 
     def grant(self, transport: Transport) -> bool:
         """May this rank take one more mini-batch?"""
+
+
+@runtime_checkable
+class Open(Budget, Protocol):
+    """A budget that others may come to."""
+
+    def enter(self, transport: Transport) -> int | None:
+        """Come in while it is under way; says how much of it is taken. None if it is used up."""
+
+    def arrived(self, transport: Transport) -> None:
+        """Whoever has come in is ready to work."""
+
+
+def pause(transport: Transport, until: float = PAUSE) -> None:
+    """Let some time pass, and others work."""
+    transport.recv(NOTHING, frm=transport.rank, timeout=until)
+
+
+def await_arrivals(transport: Transport, coming: Callable[[], Collection[int]]) -> None:
+    """Wait until nobody who is still there is on its way."""
+    while not set(transport.peers("worker")).isdisjoint(coming()):
+        pause(transport)
 
 
 class Each:
     """The same number of mini-batches for every rank."""
 
     stopped = False
+    arrivals: Sequence[int] = ()
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

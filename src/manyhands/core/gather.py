@@ -45,7 +45,7 @@ def gather(w: Worker, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> Gather
 def _collect(w: Worker, number: int, meta: Meta, tensors: Sequence[Tensor]) -> Gathered | None:
     gathered: Gathered = {w.rank: (meta, tuple(tensors))}
     over = False
-    for rank in [one for one in w.workers if one != w.rank]:
+    for rank in [one for one in w.crew if one != w.rank]:
         try:
             message = _from(w, rank, number)
         except PeerLost:

@@ -2,6 +2,8 @@
 
 set up -> (take a mini-batch, step, record) until the budget is used up -> finish -> answer -> leave
 
+A worker that comes later enters the budget that is under way, goes on from where the others are, and does the same.
+
 A run with checkpoints is a row of such budgets: after each everyone rests, the lead saves, and all go on. Whatever was
 in flight has then landed, so going on is the same as being resumed.
 """
@@ -17,18 +19,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.budget import Segment
+from manyhands.core.budget import Budget, Open, Segment
 from manyhands.core.choosing import rule_of
 from manyhands.core.errors import Refused
 from manyhands.core.gather import Gathered, gather, need_all
 from manyhands.core.meeting import meet
-from manyhands.core.protocols import Batch, Finishes, Notes, Rests, Saves, Serves, Strategy, Transport, Weights
+from manyhands.core.protocols import (
+    Batch,
+    Finishes,
+    Notes,
+    Rests,
+    Saves,
+    Serves,
+    Strategy,
+    Transport,
+    Weights,
+    Welcomes,
+)
 from manyhands.core.saving import Snapshot, own, section, under
 from manyhands.core.task import Task
 from manyhands.core.worker import Worker
 
 Line = dict[str, Any]
 """One line of the record."""
+
+GATHERINGS = 16
+"""More than there are between two segments."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +92,19 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     rule = rule_of(strategy)
     w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, rule=rule, **sizes)
     if job.resume is not None:
-        _load(w, job.resume)
+        _load(w, job.resume)  # of a worker that comes later it is overwritten when it arrives
     if isinstance(strategy, Serves) and transport.role == "server":
         strategy.serve(w)
         return _leave(transport, Outcome(transport.now()))
+    segments = job.segments if w.rank in w.workers else _enter(job, w)
+    if not segments:
+        return _leave(transport, Outcome(0.0))
     strategy.setup(w)
-    if job.resume is not None and isinstance(strategy, Saves):
+    if w.rank not in w.workers:
+        _arrive(w, strategy, segments[0].budget)
+    elif job.resume is not None and isinstance(strategy, Saves):
         strategy.restore(w, job.resume.state)
-    _train(job, w, strategy)
+    _train(job, w, strategy, segments)
     if isinstance(strategy, Finishes):
         strategy.finish(w)
     seconds = transport.now()
@@ -91,21 +112,48 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     return _leave(transport, Outcome(seconds, weights, average_buffers(w)))
 
 
+def _enter(job: Job, w: Worker) -> Sequence[Segment]:
+    """The segments that are left for a worker that comes later; none if it is too late. Others came before it."""
+    begun = 0 if job.resume is None else job.resume.step
+    for place, (stop, budget) in enumerate(job.segments):
+        assert isinstance(budget, Open), "who moves in lock step does not come later"
+        taken = budget.enter(w.transport)
+        w.crew = [*w.crew, *budget.arrivals]
+        if taken is not None:
+            w.step = w.came_at = begun + taken // len(w.workers)
+            return job.segments[place:]
+        begun = stop
+    return ()
+
+
+def _arrive(w: Worker, strategy: Strategy, budget: Budget) -> None:
+    assert isinstance(strategy, Welcomes) and isinstance(budget, Open)
+    strategy.arrive(w)
+    budget.arrived(w.transport)
+
+
 @torch.no_grad()
-def _train(job: Job, w: Worker, strategy: Strategy) -> None:
+def _train(job: Job, w: Worker, strategy: Strategy, segments: Sequence[Segment]) -> None:
     """Segment after segment. Only models are run with gradients: see `Worker` and `Stage`."""
     batches = job.batches(w.transport, w.step)
     notes: Callable[[], Mapping[str, Any]] = strategy.notes if isinstance(strategy, Notes) else dict
-    for segment in job.segments:
+    for segment in segments:
+        w.gatherings = _first_gathering(segment.stop)
         while segment.budget.grant(w.transport):
             loss = strategy.step(w, next(batches))
             w.step += 1
             job.observe(_line(w, loss) | dict(notes()))
+        w.crew = [*w.crew, *(rank for rank in segment.budget.arrivals if rank not in w.crew)]
         stopped = segment.budget.stopped
         if job.save is not None and (job.saves_segments or stopped):
             _save(job.save, None if stopped else segment.stop, w, strategy)
         if stopped:
             return
+
+
+def _first_gathering(stop: int) -> int:
+    """The number of the first gathering after a segment, the same for all, however many they have seen before."""
+    return stop * GATHERINGS
 
 
 def _leave(transport: Transport, outcome: Outcome) -> Outcome:
@@ -139,10 +187,10 @@ def _save(save: Callable[[Snapshot], None], step: int | None, w: Worker, strateg
     gathered = _gather_buffers(w)
     if state is not None and weights is not None and gathered is not None:
         positions = {rank: meta[0] for rank, (meta, _) in gathered.items()}
-        for rank, ((_, *names), tensors) in gathered.items():
+        for rank, ((_, _, *names), tensors) in gathered.items():
             state |= under(f"worker{rank}/buffer", dict(zip(names, tensors, strict=True)))
         if step is None:
-            taken = list(positions.values())
+            taken = [meta[1] for meta, _ in gathered.values()]
             step = max(taken) if strategy.lockstep else sum(taken) // len(w.workers)
         save(Snapshot(step, weights, _merged(gathered), state, positions))
     meet(w)
@@ -181,10 +229,10 @@ def _draw_anew(w: Worker) -> None:
 
 
 def _gather_buffers(w: Worker) -> Gathered | None:
-    """The buffers of what each worker trains, and how many steps it has taken."""
+    """The buffers of what each worker trains, where it is, and how many steps it has taken itself."""
     mine = {id(buffer) for buffer in w.trains.buffers()}
     named = {name: b for name, b in w.model.named_buffers() if id(b) in mine}
-    return gather(w, (w.step, *named), tuple(named.values()))
+    return gather(w, (w.step, w.step - w.came_at, *named), tuple(named.values()))
 
 
 def average_buffers(w: Worker) -> Weights | None:
@@ -203,8 +251,8 @@ def average_buffers(w: Worker) -> Weights | None:
 def _merged(gathered: Gathered) -> dict[str, Tensor]:
     """Whoever has not taken a step has statistics of nothing, so it has no say."""
     found: dict[str, list[Tensor]] = {}
-    has_stepped = any(step for (step, *_), _ in gathered.values())
-    for (_, *names), tensors in (one for one in gathered.values() if one[0][0] or not has_stepped):
+    has_stepped = any(taken for (_, taken, *_), _ in gathered.values())
+    for (_, _, *names), tensors in (one for one in gathered.values() if one[0][1] or not has_stepped):
         for name, tensor in zip(names, tensors, strict=True):
             found.setdefault(name, []).append(tensor)
     return {

@@ -19,7 +19,7 @@ HERE = Tag("here", carries="nothing")
 def meet(w: Worker) -> None:
     """Wait until every living worker has called this."""
     number = w.gatherings
-    others = [rank for rank in w.workers if rank != w.rank]
+    others = [rank for rank in w.crew if rank != w.rank]
     for rank in others:
         w.transport.send(rank, OVER.of(number - 1), latest=True)
         w.transport.send(rank, HERE.of(number))

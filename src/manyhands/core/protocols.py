@@ -13,7 +13,7 @@ hooks      inside a backward pass one may send, never wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
@@ -115,6 +115,8 @@ class Transport(Protocol):
     """The host of every rank."""
     roles: Sequence[str]
     """The role of every rank: workers first, then servers."""
+    late: Collection[int]
+    """Workers that are not there when the job begins: they come later, or never. Until then they are gone."""
     bytes_sent: int
     """Bytes of tensors this rank has sent to others."""
     plays: bool
@@ -306,7 +308,8 @@ Weights = Mapping[str, Tensor]
 class Strategy(Protocol):
     """One way of training: a dataclass of knobs with the loop of a worker.
 
-    What only some need (`Checks`, `Notes`, `Divides`, `Finishes`, `Serves`, below) a strategy simply has or has not.
+    What only some need (`Checks`, `Notes`, `Divides`, `Finishes`, `Welcomes`, `Serves`, below) a strategy simply has or
+    has not.
     """
 
     lockstep: ClassVar[bool]
@@ -376,6 +379,18 @@ class Finishes(Protocol):
 
     def finish(self, w: Worker) -> None:
         """Hand it over, at the end of the run."""
+
+
+@runtime_checkable
+class Welcomes(Protocol):
+    """A strategy to which a worker may come when the others are under way."""
+
+    @property
+    def welcomes(self) -> bool:
+        """Whether it may with these knobs."""
+
+    def arrive(self, w: Worker) -> None:
+        """Go on from where the others are: the newcomer only, right after `setup`."""
 
 
 @runtime_checkable

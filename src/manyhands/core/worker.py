@@ -66,14 +66,19 @@ class Worker:
         self.data_size = data_size
         self.rule = rule
         self.rank = transport.rank
-        workers = transport.roles.count("worker")
-        self.workers: Sequence[int] = range(workers)
-        self.servers: Sequence[int] = range(workers, transport.size)
+        seats = transport.roles.count("worker")
+        self.seats: Sequence[int] = range(seats)
+        """All ranks that are workers, or may become one."""
+        self.workers: Sequence[int] = range(seats - len(transport.late))
+        """Those that begin together."""
+        self.crew: Sequence[int] = self.workers
+        """Those that gather: whoever comes later is among them from the end of the stretch in which it came."""
+        self.servers: Sequence[int] = range(seats, transport.size)
         self.trains: nn.Module = model
         """The part of the model that this rank trains; a pipeline makes it smaller."""
         self.apart: Collection[str] = ()
         """Parameters of it that a method looks after by other means: they are not in `flat`."""
-        self.step = 0
+        self.step = self.came_at = 0
         self.lag = 0
         self.gatherings = 0
         self.random = random.Random(f"{seed}/{self.rank}")
@@ -98,8 +103,8 @@ class Worker:
     @property
     def lead(self) -> int:
         """The lowest worker rank still there: it evaluates and saves."""
-        me = [self.rank] if self.transport.role == "worker" else []
-        return min([*self.transport.peers("worker"), *me])
+        here = {self.rank, *self.transport.peers("worker")}
+        return min(rank for rank in self.crew if rank in here)
 
     @property
     def samples(self) -> int:

@@ -3,15 +3,18 @@
 lock step    Whoever hears that the run is to stop says how many mini-batches it has taken, and takes no more until it
              knows the largest such number: that many are taken by all. So nobody waits for a step that never comes.
 otherwise    One counter for all, in the memory of their host or with whoever watches over all. The first to ask after
-             the run is to stop closes it.
+             the run is to stop closes it. If workers may come later, it is with whoever watches: there it is also
+             known who comes.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
+from manyhands.core.budget import await_arrivals, pause
 from manyhands.core.protocols import Transport
 from manyhands.runtime.transport import RealTransport
 
@@ -60,6 +63,7 @@ class Steps:
         self._pace = pace
         self._left = steps
         self.stopped = False
+        self.arrivals: Sequence[int] = ()
 
     def grant(self, transport: Transport) -> bool:
         """Whether this rank has not had all of them, and the run goes on."""
@@ -84,17 +88,17 @@ class Common:
         self._name = name
         self._member = transport.member
         self.stopped = False
+        self.arrivals: Sequence[int] = ()
         hosts = {host for host, role in zip(transport.hosts, transport.roles, strict=True) if role == "worker"}
         self._cells: memoryview | None = None
-        if len(hosts) == 1:
+        if len(hosts) == 1 and not transport.late:
             self._cells = memoryview(transport.shared(name, 2, torch.int64).numpy())  # type: ignore[arg-type]
             self._lock = transport.lock(name)
 
     def grant(self, transport: Transport) -> bool:
         """Whoever comes first is served first."""
         if self._cells is None:
-            yes, self.stopped = self._member.grant(self._name, self._total)
-            return yes
+            return self._ask(transport)
         with self._lock:
             taken, closed = self._cells
             if taken < self._total and not closed and self._member.finishing:
@@ -104,3 +108,25 @@ class Common:
                 return False
             self._cells[0] = taken + 1
             return True
+
+    def _ask(self, transport: Transport) -> bool:
+        answer = self._member.grant(self._name, self._total)
+        if not answer["yes"] and answer["coming"]:
+            await_arrivals(transport, lambda: self._member.grant(self._name, self._total)["coming"])
+        self.stopped, self.arrivals = answer["closed"], answer["arrivals"]
+        return bool(answer["yes"])
+
+    def enter(self, transport: Transport) -> int | None:
+        """From the first grant to the last."""
+        while True:
+            answer = self._member.enter(self._name, self._total)
+            self.arrivals = answer["arrivals"]
+            if answer["over"]:
+                return None
+            if answer["taken"]:
+                return int(answer["taken"])
+            pause(transport)
+
+    def arrived(self, transport: Transport) -> None:
+        """It is no longer on its way."""
+        self._member.arrived(self._name)

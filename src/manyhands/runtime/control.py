@@ -1,10 +1,12 @@
 """The line between a rank and whoever watches over it: small messages, and memory handed over as open files.
 
 rank -> watcher                                   watcher -> rank
-  hello    rank pid address                         everyone  addresses     where all others are
+  hello    rank pid address                         everyone  addresses gone   where the others are, or why not
   reached                                           begin                   all have reached all others
   memory   name nbytes                              memory    name error    the open file comes with it
-  grant    name number                              granted   yes closed
+  grant    name number                              granted   yes closed coming arrivals
+  enter    name number                              entered   taken over arrivals
+  arrived  name
   at       step, when asked to finish               stop      step          how far all go
   lines    rows                                     lost      rank why      fenced: it can do no more harm
   left     a clean exit                             abort     error         the run is over, and why

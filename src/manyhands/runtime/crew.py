@@ -33,6 +33,7 @@ class Crew:
         self._seats = seats
         self._program = program
         self._context = cast("SpawnContext", multiprocessing.get_context(context))
+        self._spares = iter([seat for seat in seats if seat.rank in seat.late])
         self._processes: list[BaseProcess] = []
         self._pipes: dict[Connection, int] = {}
         self._returned: dict[int, bytes] = {}
@@ -41,17 +42,27 @@ class Crew:
         self._collector = threading.Thread(target=self._collect, name="manyhands-results", daemon=True)
 
     def start(self, watcher: Watcher) -> None:
-        """Start them all; `watcher` looks after each from its first moment."""
+        """Start all but the spares; `watcher` looks after each from its first moment."""
         for seat in self._seats:
-            ours, theirs = self._context.Pipe(duplex=False)
-            self._pipes[ours] = seat.rank
-            with theirs:
-                process = self._context.Process(target=rank.main, args=(seat, self._program, theirs))
-                process.start()
-            self._processes.append(process)
-            assert process.pid is not None
-            watcher.watch(seat.rank, process.pid, partial(_exit_code, process))
+            if seat.rank not in seat.late:
+                self._start(seat, watcher)
         self._collector.start()
+
+    def start_spare(self, watcher: Watcher) -> None:
+        """Start one more, if there is one left."""
+        seat = next(self._spares, None)
+        if seat is not None:
+            self._start(seat, watcher)
+
+    def _start(self, seat: Seat, watcher: Watcher) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        with theirs:
+            process = self._context.Process(target=rank.main, args=(seat, self._program, theirs))
+            process.start()
+        self._processes.append(process)
+        self._pipes[ours] = seat.rank
+        assert process.pid is not None
+        watcher.watch(seat.rank, process.pid, partial(_exit_code, process))
 
     def close(self) -> None:
         """Reap them; they have ended. What they had returned before is in the pipes."""
@@ -70,14 +81,14 @@ class Crew:
 
     def _collect(self) -> None:
         """A rank with much to return cannot end before that is read."""
-        pipes = set(self._pipes)
-        while pipes:
-            ready = wait(pipes, INTERVAL)
+        read: set[Connection] = set()
+        while True:
+            ready = wait(set(self._pipes) - read, INTERVAL)
             if not ready and self._ended.is_set():  # a child of a rank may hold its pipe open
                 return
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                pipes.remove(pipe)
+                read.add(pipe)
                 with suppress(EOFError, OSError):  # it had nothing to return
                     self._returned[self._pipes[pipe]] = pipe.recv_bytes()
 

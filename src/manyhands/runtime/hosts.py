@@ -104,7 +104,7 @@ class Hub(Roll):
     """The authority over a job on several hosts."""
 
     def __init__(self, watcher: Watcher, listener: socket.socket) -> None:
-        super().__init__(watcher.seat.size, self._say_everywhere)
+        super().__init__(watcher.seat.size, self._say_everywhere, watcher.seat.late)
         self._watcher = watcher
         self._wires: dict[Wire, set[int]] = {}
         self._door = Door(listener, watcher.seat.secret, watcher.events, self._admitted)

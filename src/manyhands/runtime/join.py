@@ -1,4 +1,7 @@
-"""Joining: how a process becomes a rank. It says hello, reaches everyone, and begins with all others."""
+"""Joining: how a process becomes a rank. It says hello, reaches everyone, and begins with all others.
+
+Who comes later reaches whoever is there, and begins at once. If it does not get that far, the others go on without it.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,17 @@ def connect(seat: Seat | None = None, servers: int | None = None) -> RealTranspo
     try:
         _meet(seat, transport)
     except ManyhandsError as error:
+        if seat.rank in seat.late:
+            transport.leave()
+            raise TooLate(f"rank {seat.rank} has come too late: {error}") from None
         transport.fail(error)
         raise
     transport.begin()
     return transport
+
+
+class TooLate(ManyhandsError):
+    """There is nobody left to join."""
 
 
 def _refuse_second() -> None:
@@ -53,11 +63,21 @@ _seated: list[bool] = []
 
 def _meet(seat: Seat, transport: RealTransport) -> None:
     door = Door(seat, transport)
-    addresses = transport.member.hello(door.address)
-    for rank in range(seat.rank):
-        transport.attach(rank, _reach(seat, rank, addresses[rank]))
+    addresses, gone = transport.member.hello(door.address)
+    for rank, why in gone.items():
+        transport.miss(rank, why)
+    for rank in _reaches(seat):
+        if rank in addresses and rank not in gone:
+            transport.attach(rank, _reach(seat, rank, addresses[rank]))
     door.wait_for_all(seat.deadline, transport)
     transport.member.reached()
+
+
+def _reaches(seat: Seat) -> list[int]:
+    """Whom a rank calls: those before it that begin with it, or everyone if it comes later."""
+    if seat.rank in seat.late:
+        return [rank for rank in range(seat.size) if rank != seat.rank]
+    return [rank for rank in range(seat.rank) if rank not in seat.late]
 
 
 def is_near(seat: Seat, rank: int) -> bool:
@@ -90,7 +110,10 @@ class Door:
         self._seat = seat
         self._transport = transport
         self._callers = threading.Semaphore(AT_ONCE)
-        self._missing = set(range(seat.rank + 1, seat.size))
+        self._may_come = set(seat.late) - {seat.rank}
+        self._missing: set[int] = set()
+        if seat.rank not in seat.late:
+            self._missing = set(range(seat.rank + 1, seat.size)) - self._may_come
         self._news = threading.Condition()
         self.address = ""
         others = [rank for rank in range(seat.size) if rank != seat.rank]
@@ -128,10 +151,11 @@ class Door:
         try:
             rank = int(admit(sock, self._seat.secret))
             with self._news:
-                if rank not in self._missing:
+                if rank not in self._missing | self._may_come:
                     raise Stranger(f"it says it is rank {rank}, which is not awaited")
                 self._transport.attach(rank, sock)
-                self._missing.remove(rank)
+                self._missing.discard(rank)
+                self._may_come.discard(rank)
                 self._news.notify_all()
         except (Stranger, ValueError, OSError) as error:
             log.warning("rank %d turned a connection away: %s", self._seat.rank, error)

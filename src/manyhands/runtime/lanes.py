@@ -87,6 +87,11 @@ class Lanes:
                     out.clear()
             self._news.notify_all()
 
+    def reopen(self, to: int) -> None:
+        """This rank has come."""
+        with self._news:
+            self._closed.discard(to)
+
     def wake(self) -> None:
         """Let everyone look again: the run is over."""
         with self._news:

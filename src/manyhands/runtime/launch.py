@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,19 +64,36 @@ def launch(
     context: Context = "spawn",
     checks_lending: bool = False,
     on_lines: Callable[[Any], None] | None = None,
+    spares: int = 0,
 ) -> Launched:
-    """Run `program(transport)` in one new process for each rank, and wait. Raises whatever ended the run."""
+    """Run `program(transport)` in one new process for each rank, and wait. Raises whatever ended the run.
+
+    A spare is started when a worker is lost, or at SIGUSR1.
+    """
     packed = _packed(program)
     places = seats(
-        workers, servers, hosts=hosts, link=link, bind=bind, deadline=deadline, checks_lending=checks_lending
+        workers,
+        servers,
+        hosts=hosts,
+        link=link,
+        bind=bind,
+        deadline=deadline,
+        checks_lending=checks_lending,
+        spares=spares,
     )
     with closing(Crew(places, packed, context)) as crew:
-        watcher = Watcher(places[0], on_lines=on_lines)
-        _conduct(watcher, partial(crew.start, watcher))
+
+        def replace(lost: int) -> None:
+            if places[0].roles[lost] == "worker":
+                crew.start_spare(watcher)
+
+        watcher = Watcher(places[0], on_lines=on_lines, on_loss=replace)
+        with _calling_spares(watcher, crew) if spares else nullcontext():
+            _conduct(watcher, partial(crew.start, watcher))
     if watcher.cause is not None:
         raise unpack(watcher.cause)
     results = crew.results()
-    for rank in set(range(len(places))) - results.keys() - {rank for rank, _ in watcher.lost}:
+    for rank in watcher.endings.keys() - results.keys() - {rank for rank, _ in watcher.lost} - set(places[0].late):
         raise PeerLost(rank, f"it left, but its result has not come: {watcher.endings[rank]}")
     return Launched([results.get(rank) for rank in range(len(places))], watcher.lost)
 
@@ -182,6 +199,10 @@ def _interrupts_held_back() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if came:
         signal.raise_signal(signal.SIGINT)
+
+
+def _calling_spares(watcher: Watcher, crew: Crew) -> Any:
+    return _handling(signal.SIGUSR1, lambda *_: watcher.events.post(partial(crew.start_spare, watcher)))
 
 
 def _finishing_on_sigterm(watcher: Watcher) -> Any:

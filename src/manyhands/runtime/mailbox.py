@@ -97,7 +97,7 @@ class Mailbox:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.gone: dict[int, str] = {}
-        """Why a rank is no longer there."""
+        """Why a rank is not there."""
         self.lost: list[tuple[int, str]] = []
         self.error: BaseException | None = None
         self._busy = threading.Lock()
@@ -191,6 +191,11 @@ class Mailbox:
     def _wake(self, waiter: Waiter) -> None:
         self._waiters.remove(waiter)
         waiter.bell.release()
+
+    def come(self, rank: int) -> None:
+        """A rank that was not there is here."""
+        with self._busy:
+            self.gone.pop(rank, None)
 
     def goodbye(self, rank: int, why: str) -> None:
         """A rank is gone: "left" after a clean exit, anything else is a loss."""

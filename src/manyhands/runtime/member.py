@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from manyhands.core.errors import ManyhandsError, Refused
@@ -45,11 +45,11 @@ class Member:
 
     # -- joining ----------------------------------------------------------------------------------
 
-    def hello(self, address: str) -> list[str]:
-        """Say where we are; the addresses of all, as soon as all have come."""
+    def hello(self, address: str) -> tuple[dict[int, str], dict[int, str]]:
+        """Say where we are; the addresses of all, as soon as all have come, and why some of them are gone."""
         self._line.send("hello", {"rank": self._seat.rank, "pid": os.getpid(), "address": address})
-        addresses: Sequence[str] = self._wait("everyone", self._seat.deadline + GRACE)["addresses"]
-        return list(addresses)
+        said = self._wait("everyone", self._seat.deadline + GRACE)
+        return dict(said["addresses"]), dict(said["gone"])
 
     def reached(self) -> None:
         """Say that we have reached everyone; returns when that is so for all."""
@@ -67,11 +67,19 @@ class Member:
         file: int = answer["file"]
         return file
 
-    def grant(self, name: str, number: int) -> tuple[bool, bool]:
-        """Whether one more mini-batch may be taken of this budget, and whether it was closed early."""
+    def grant(self, name: str, number: int) -> Fields:
+        """Whether one more mini-batch may be taken of this budget, whether it was closed early, and who comes to it."""
         self._line.send("grant", {"name": name, "number": number})
-        answer = self._wait("granted", None)
-        return answer["yes"], answer["closed"]
+        return dict(self._wait("granted", None))
+
+    def enter(self, name: str, number: int) -> Fields:
+        """Come to this budget; says how much of it is taken, and whether it is used up."""
+        self._line.send("enter", {"name": name, "number": number})
+        return dict(self._wait("entered", None))
+
+    def arrived(self, name: str) -> None:
+        """Whoever came to this budget is ready to work."""
+        self._line.send("arrived", {"name": name})
 
     def on_finish(self, freeze: Callable[[], int], stop_at: Callable[[int], None]) -> None:
         """If the run is to stop early, `freeze` says how many steps were begun, `stop_at` hears how many to take."""

@@ -30,12 +30,14 @@ def main(seat: Seat, program: bytes, pipe: Connection) -> None:
     _die_with_parent()
     import torch  # only here: whoever launches imports this module, and needs no torch
 
-    from manyhands.runtime.join import connect
+    from manyhands.runtime.join import TooLate, connect
 
     torch.set_num_threads(1)
     run = _loaded(program)  # before we meet anybody: whoever sends us a message expects that we know what it is
     try:
         transport = connect(seat)
+    except TooLate:
+        return
     except OURS as error:
         sys.exit(exit_code(error))
     try:

@@ -1,6 +1,9 @@
 """Roll: who of a job has come, begun, left, failed or been lost, and what the others must hear of it.
 
 It has neither clock nor socket: whoever watches tells it what happened and says what it wants said.
+
+Some ranks may come later. The job begins without them; who comes then hears who is there, and begins when it has
+reached them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ Say = Callable[[Sequence[int], str, Fields], None]
 class Roll:
     """The authority over one job. The first thing that ends the run is its cause, whatever follows from it."""
 
-    def __init__(self, size: int, say: Say) -> None:
+    def __init__(self, size: int, say: Say, late: Sequence[int] = ()) -> None:
         self._size = size
+        self._late = late
         self._say = say
         self._addresses: dict[int, Any] = {}
         self._reached: set[int] = set()
@@ -31,8 +35,11 @@ class Roll:
         self._closed: set[str] = set()
         self._at: dict[int, int] = {}
         self._absent: list[int] = []
-        self._done: set[int] = set()
-        """Left, failed or lost: nothing they do matters any more."""
+        self._done: dict[int, str] = {}
+        """Left, failed or lost, and why: nothing they do matters any more."""
+        self._coming: dict[str, set[int]] = {}
+        self._arrivals: dict[str, list[int]] = {}
+        """Who comes to a budget, and who has come."""
         self._cause: Facts | None = None
 
     @property
@@ -51,34 +58,41 @@ class Roll:
                 self._has_reached(rank)
             case "grant":
                 self._grant(rank, fields.get("name", ""), fields["number"])
+            case "enter":
+                self._enter(rank, fields["name"], fields["number"])
+            case "arrived":
+                self._coming[fields["name"]].discard(rank)
             case "at":
                 self._at[rank] = fields["step"]
                 self._say_where_to_stop()
             case "left":
-                self._done.add(rank)
+                self._done[rank] = "left"
                 self._say_where_to_stop()
             case "failed":
-                self._done.add(rank)
+                self._done[rank] = "it failed"
                 self.abort(fields["error"])
 
     def gone(self, rank: int, why: str, code: int | None) -> None:
         """A rank's process has ended. A script may end well without ever joining, if nobody waits for it."""
         joined = rank in self._addresses
         if rank in self._done or self._cause is not None:
-            self._done.add(rank)
+            self._done.setdefault(rank, why)
+        elif not joined and rank in self._late:
+            self._done[rank] = why
+            log.warning("rank %d did not come: %s", rank, why)
         elif not joined and code == 0:
             self._absent.append(rank)
             self._miss_absent()
         elif not joined and code is not None and code > 0:
-            self._done.add(rank)
+            self._done[rank] = why
             self.abort({"kind": "failed", "rank": rank, "text": f"it ended before it had joined (exit code {code})"})
         else:
             self._lose(rank, why)
 
     def late(self, deadline: float) -> None:
         """The time to come together is over."""
-        missing = [rank for rank in range(self._size) if rank not in self._addresses]
-        lonely = [rank for rank in range(self._size) if rank not in self._reached]
+        missing = [rank for rank in self._founders if rank not in self._addresses]
+        lonely = [rank for rank in self._founders if rank not in self._reached]
         if not self._begun:
             what = f"come within {deadline:g} s" if missing else f"reached all others within {deadline:g} s"
             self.abort({"kind": "error", "text": f"{_ranks(missing or lonely)} not {what}"})
@@ -101,18 +115,32 @@ class Roll:
         self._addresses[rank] = address
         if self._cause is not None:
             self._say([rank], "abort", {"error": self._cause})
-        elif len(self._addresses) == self._size:
-            everyone = [address for _, address in sorted(self._addresses.items())]
-            self._say(self._present(), "everyone", {"addresses": everyone})
+        elif rank in self._late:
+            if self._begun:
+                self._introduce([rank])
+        elif all(one in self._addresses for one in self._founders):
+            self._introduce(self._founders)
         self._miss_absent()
+
+    def _introduce(self, ranks: Sequence[int]) -> None:
+        addresses = sorted(self._addresses.items())
+        self._say(ranks, "everyone", {"addresses": addresses, "gone": list(self._done.items())})
 
     def _has_reached(self, rank: int) -> None:
         self._reached.add(rank)
-        if len(self._reached) == self._size and not self._begun:
+        if rank in self._late:
+            self._begin([rank])
+        elif not self._begun and all(one in self._reached for one in self._founders):
             self._begun = True
-            self._say(self._present(), "begin", {})
-            if self._finishing:
-                self.finish()
+            self._begin(self._founders)
+            for one in self._late:
+                if one in self._addresses:
+                    self._introduce([one])
+
+    def _begin(self, ranks: Sequence[int]) -> None:
+        self._say(ranks, "begin", {})
+        if self._finishing:
+            self._say(ranks, "finish", {})
 
     def _grant(self, rank: int, name: str, number: int) -> None:
         granted = self._granted.get(name, 0)
@@ -120,7 +148,17 @@ class Roll:
             self._closed.add(name)
         yes = granted < number and name not in self._closed
         self._granted[name] = granted + yes
-        self._say([rank], "granted", {"yes": yes, "closed": name in self._closed})
+        coming, arrivals = sorted(self._coming.get(name, ())), self._arrivals.get(name, [])
+        answer = {"yes": yes, "closed": name in self._closed, "coming": coming, "arrivals": arrivals}
+        self._say([rank], "granted", answer)
+
+    def _enter(self, rank: int, name: str, number: int) -> None:
+        taken, arrivals = self._granted.get(name, 0), self._arrivals.setdefault(name, [])
+        over = taken >= number or self._finishing
+        if taken and not over:
+            arrivals.append(rank)
+            self._coming.setdefault(name, set()).add(rank)
+        self._say([rank], "entered", {"taken": taken, "over": over, "arrivals": arrivals})
 
     def _say_where_to_stop(self) -> None:
         """Once everyone has said how far it is: as far as the furthest go all."""
@@ -133,15 +171,23 @@ class Roll:
             self._lose(self._absent[0], "it ended without joining")
 
     def _lose(self, rank: int, why: str) -> None:
-        self._done.add(rank)
+        self._done[rank] = why
+        for coming in self._coming.values():
+            coming.discard(rank)
         log.warning("rank %d is lost: %s", rank, why)
         self._say_where_to_stop()
         self._say(self._present(), "lost", {"rank": rank, "why": why})
         if not self._begun:
             self.abort({"kind": "lost", "rank": rank, "why": why})
 
+    @property
+    def _founders(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank not in self._late]
+
     def _present(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank not in self._done]
+        """Whoever is there, or expected."""
+        here = self._founders + [rank for rank in self._late if rank in self._reached]
+        return [rank for rank in sorted(here) if rank not in self._done]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

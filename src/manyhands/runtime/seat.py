@@ -30,6 +30,7 @@ class Seat:
         bind: the address to listen on for ranks of other hosts.
         deadline: seconds until everyone must have come.
         checks_lending: look whether lent tensors are written into; slow, for tests.
+        spares: how many of the workers, the last ones, are not there when the job begins.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Seat:
     bind: str = "127.0.0.1"
     deadline: float = 60.0
     checks_lending: bool = False
+    spares: int = 0
 
     def __post_init__(self) -> None:
         refuse_unless(self.link in LINKS, "link", self.link, " or ".join(LINKS))
@@ -50,6 +52,12 @@ class Seat:
     @property
     def size(self) -> int:
         return len(self.roles)
+
+    @property
+    def late(self) -> range:
+        """The ranks that come later, or never."""
+        workers = self.roles.count("worker")
+        return range(workers - self.spares, workers)
 
     @property
     def host(self) -> int:
@@ -100,15 +108,17 @@ def seats(
     bind: str = "127.0.0.1",
     deadline: float = 60.0,
     checks_lending: bool = False,
+    spares: int = 0,
 ) -> list[Seat]:
     """The seats of a new job on this machine; with "tcp" every rank counts as its own host, unless `hosts` says."""
     refuse_unless(workers >= 1, "workers", workers, ">= 1")
     refuse_unless(servers >= 0, "servers", servers, ">= 0")
-    size, job = workers + servers, secrets.token_hex(6)
+    refuse_unless(spares >= 0, "spares", spares, ">= 0")
+    size, job = workers + spares + servers, secrets.token_hex(6)
     placed = hosts or (tuple(range(size)) if link == "tcp" else (0,) * size)
     first = Seat(
         0,
-        ("worker",) * workers + ("server",) * servers,
+        ("worker",) * (workers + spares) + ("server",) * servers,
         placed,
         job,
         new_key().hex(),
@@ -117,5 +127,6 @@ def seats(
         bind,
         deadline,
         checks_lending,
+        spares,
     )
     return [first.of(rank) for rank in range(size)]

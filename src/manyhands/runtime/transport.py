@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -56,6 +56,7 @@ class RealTransport:
         self.roles: Sequence[str] = seat.roles
         self.hosts: Sequence[int] = seat.hosts
         self.role = seat.roles[seat.rank]
+        self.late: Collection[int] = seat.late
         self.bytes_sent = 0
         self.seat = seat
         self.member = Member(seat, self._hear_of_loss, self._stop)
@@ -76,6 +77,9 @@ class RealTransport:
         self._closing: dict[int, str] = {}
         self._has_left = False
         self.native_groups: dict[str, object] = {}
+        for rank in seat.late:
+            if rank != seat.rank:
+                self.miss(rank, "it has not come yet")
         self._began = time.monotonic()
 
     # -- joining ----------------------------------------------------------------------------------
@@ -83,7 +87,14 @@ class RealTransport:
     def attach(self, peer: int, sock: object) -> None:
         """A socket to a peer is ready, on both sides."""
         link = self._links[peer] = Link(peer, sock, self, self._writer)  # type: ignore[arg-type]
+        self._mailbox.come(peer)
+        self._lanes.reopen(peer)
         self.reader.watch(link, partial(self._read, link))
+
+    def miss(self, peer: int, why: str) -> None:
+        """A rank is not there, which is no loss."""
+        self._mailbox.gone[peer] = why
+        self._lanes.close(peer)
 
     def _read(self, link: Link) -> bool:
         """A rank that has gone deaf would leave the others waiting: better that it ends."""
@@ -273,7 +284,7 @@ class RealTransport:
         refuse_unless(seconds >= 0, "seconds to spend", seconds, ">= 0")
 
     def flush(self) -> None:
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.flush()
 
     def leave(self) -> None:
@@ -287,7 +298,7 @@ class RealTransport:
             self._lanes.wait_until_back(1.0)
             self._mailbox.check()
         self._has_left = True
-        for link in self._links.values():
+        for link in list(self._links.values()):
             link.send([wire.pack_leave()])
         self.flush()
         self.member.left()

@@ -68,6 +68,7 @@ class Watcher:
         ranks: the ranks of this host; all, if not given.
         authority: makes whoever decides.
         on_lines: takes the rows that ranks send.
+        on_loss: told when a rank is lost.
     """
 
     def __init__(
@@ -77,13 +78,14 @@ class Watcher:
         *,
         authority: Callable[[Watcher], Authority] | None = None,
         on_lines: Callable[[Any], None] | None = None,
+        on_loss: Callable[[int], None] | None = None,
     ) -> None:
         self.seat = seat
         self.ranks = frozenset(range(seat.size) if ranks is None else ranks)
         self.lost: list[tuple[int, str]] = []
         self.endings: dict[int, Ending] = {}
         self.cause: Facts | None = None
-        self._on_lines = on_lines
+        self._on_lines, self._on_loss = on_lines, on_loss
         self._lines: dict[int, Line] = {}
         self._speakers: dict[Line, int | None] = {}
         self._watched: set[int] = set()
@@ -94,7 +96,7 @@ class Watcher:
         self._door = Door(_listen(seat.watcher), seat.secret, self.events, self._admitted)
         self._vigil = Vigil(lambda rank, ending: self.events.post(partial(self._ended, rank, ending)))
         self._memories = Memories()
-        self._authority = authority(self) if authority else Roll(seat.size, self.say)
+        self._authority = authority(self) if authority else Roll(seat.size, self.say, seat.late)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="manyhands-watcher", daemon=True)
 
@@ -150,6 +152,8 @@ class Watcher:
         """Tell those of `to` that are here."""
         if kind == "lost":
             self.lost.append((fields["rank"], fields["why"]))
+            if self._on_loss is not None:
+                self._on_loss(fields["rank"])
         if kind == "abort" and self.cause is None:
             self.cause = fields["error"]
             self.events.later(self._grace, self._vigil.kill)
@@ -169,7 +173,7 @@ class Watcher:
             self._done.set()
 
     def _is_over(self) -> bool:
-        expected = self.ranks if self.cause is None else self._watched
+        expected = self._watched if self.cause is not None else self._watched | self.ranks - set(self.seat.late)
         return self._all_started and self.endings.keys() >= expected and self._authority.over
 
     def _may_end(self) -> None:

@@ -42,6 +42,11 @@ class Cached(Server):
         super().setup(w)
         self.simple = False  # a gradient may still be on its way when the next one is computed
 
+    def arrive(self, w: Worker) -> None:
+        """Nothing has been read yet."""
+        self.read_at = -1 - self.staleness
+        super().arrive(w)
+
     def pull(self, w: Worker) -> None:
         """Read only if the last read is too old."""
         w.lag = self.clock - self.read_at

@@ -144,6 +144,18 @@ class Elastic:
                     x, old, v = (one[start:stop] for one in (part.weights, before, self.velocity[number]))
                     torch.add(old, v.mul_(self.momentum).add_(x - old), out=x)
 
+    @property
+    def welcomes(self) -> bool:
+        """In lock step nobody is expected later."""
+        return self.asynchronous
+
+    def arrive(self, w: Worker) -> None:
+        """Come to the centre, and begin there."""
+        for lane in self.lanes:
+            lane.join()
+            lane.ask()
+            lane.pull([w.flat.weights(span) for span in lane.spans])
+
     def finish(self, w: Worker) -> None:
         """Take leave of the centre."""
         if self.asynchronous:

@@ -134,8 +134,20 @@ class Server:
         self.accruals = 0
         self.untouched: frozenset[int] = frozenset()
         self.simple = self.fetch_every == self.push_every == 1
-        if self.prefetch:
+        if self.prefetch and w.rank in w.workers:
             self.pull(w)
+
+    @property
+    def welcomes(self) -> bool:
+        """Groups are made when a run begins; of a shard with two keepers both would have to be told."""
+        return not self.lockstep and not self.groups and self.copies == 1
+
+    def arrive(self, w: Worker) -> None:
+        """Come to every shard at its slowest clock, read, and wait for nobody."""
+        self.warming.is_over = True
+        for lane in self.lanes:
+            lane.join()
+        self.pull(w)
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Pull, compute, push."""

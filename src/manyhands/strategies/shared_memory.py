@@ -53,6 +53,14 @@ class SharedMemory:
         if all(skips(held.rule) for held in self.held):
             w.flat.keep_rows()
 
+    @property
+    def welcomes(self) -> bool:
+        """Whoever shares the memory is welcome."""
+        return True
+
+    def arrive(self, w: Worker) -> None:
+        """The weights are where they are."""
+
     def step(self, w: Worker, batch: Batch) -> float:
         """Compute on whatever the weights are, write without asking."""
         if self.snapshot:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from manyhands.core.protocols import Tag, Transport
-from manyhands.virtual.cluster import Cluster
+from collections.abc import Sequence
 
-_NOTHING = Tag("nothing")
+from manyhands.core.budget import await_arrivals, pause
+from manyhands.core.protocols import Transport
+from manyhands.virtual.cluster import Cluster
 
 
 class Common:
@@ -14,18 +15,39 @@ class Common:
     stopped = False
 
     def __init__(self, batches: int) -> None:
-        self._left = batches
+        self._total = batches
+        self._taken = 0
+        self.arrivals: Sequence[int] = ()
+        self._coming: set[int] = set()
 
     def grant(self, transport: Transport) -> bool:
         """Whoever comes first is served first."""
-        self._left -= 1
-        return self._left >= 0
+        if self._taken < self._total:
+            self._taken += 1
+            return True
+        await_arrivals(transport, lambda: self._coming)
+        return False
+
+    def enter(self, transport: Transport) -> int | None:
+        """From the first grant to the last."""
+        while not self._taken and transport.peers("worker"):
+            pause(transport)
+        if not 0 < self._taken < self._total:
+            return None
+        self.arrivals = [*self.arrivals, transport.rank]
+        self._coming.add(transport.rank)
+        return self._taken
+
+    def arrived(self, transport: Transport) -> None:
+        """It is no longer on its way."""
+        self._coming.remove(transport.rank)
 
 
 class Prescribed:
     """Each worker gets as many mini-batches as the order of events names it; in `turns` also only then."""
 
     stopped = False
+    arrivals: Sequence[int] = ()
 
     def __init__(self, cluster: Cluster) -> None:
         events = cluster.order if cluster.turns is None else cluster.turns
@@ -40,5 +62,5 @@ class Prescribed:
         turns = self._turns.get(transport.rank)
         turn = turns.pop(0) if turns else self._end
         if turn > transport.now() and (self._waits or turn == self._end):
-            transport.recv(_NOTHING, frm=transport.rank, timeout=turn - transport.now())
+            pause(transport, turn - transport.now())
         return turn < self._end

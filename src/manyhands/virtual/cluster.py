@@ -34,6 +34,7 @@ class Cluster:
         faults: what breaks and when.
         order: the workers' gradients end in exactly this order, at times 1, 2, 3, ...; for tests.
         turns: the workers' whole steps happen in this order, at times 0, 1, 2, ...; for tests.
+        newcomers: when further workers come, if the method welcomes them: they are the ranks after `workers`.
     """
 
     workers: int = 4
@@ -51,6 +52,7 @@ class Cluster:
     faults: Sequence[Fault] = ()
     order: Sequence[int] | None = None
     turns: Sequence[int] | None = None
+    newcomers: Sequence[str | float] = ()
 
     def __post_init__(self) -> None:
         refuse_unless(self.workers >= 1, "workers", self.workers, ">= 1")
@@ -62,6 +64,10 @@ class Cluster:
         refuse_unless(self.cpu_per_byte >= 0, "cpu_per_byte", self.cpu_per_byte, ">= 0")
         self._check_speeds()
         self._check_ranks()
+        prescribed = self.order is not None or self.turns is not None
+        refuse_unless(not (prescribed and self.newcomers), "newcomers", self.newcomers, "none if an order is given")
+        for at in self.newcomers:
+            seconds(at, "the time of a newcomer")
         for name in ("latency", "local_latency"):
             seconds(getattr(self, name), name)
         for name in ("bandwidth", "local_bandwidth"):
@@ -76,7 +82,7 @@ class Cluster:
     def _check_ranks(self) -> None:
         named = [rank for slow in self.slow for rank in slow.ranks]
         named += [fault.rank for fault in self.faults if not isinstance(fault, Slow)]
-        last = self.workers + self.servers - 1
+        last = self.size - 1
         for rank in named:
             refuse_unless(rank <= last, "the rank of a fault or straggler", rank, f"0 to {last}")
         for rank in [*(self.order or ()), *(self.turns or ())]:
@@ -90,15 +96,21 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
-        return self.workers + self.servers
+        """How many ranks there are, or will be."""
+        return self.workers + len(self.newcomers) + self.servers
+
+    @property
+    def late(self) -> range:
+        """The ranks that come later."""
+        return range(self.workers, self.workers + len(self.newcomers))
 
     def placement(self) -> list[int]:
-        """The host of every rank; servers have hosts of their own."""
+        """The host of every rank; servers and newcomers have hosts of their own, unless all workers share one."""
         hosts = self.hosts or self.workers
-        return [rank * hosts // self.workers for rank in range(self.workers)] + [
-            hosts + server for server in range(self.servers)
-        ]
+        workers = [rank * hosts // self.workers for rank in range(self.workers)]
+        if self.hosts == 1:
+            return [*workers, *[0 for _ in self.late], *range(1, 1 + self.servers)]
+        return [*workers, *range(hosts, hosts + len(self.late) + self.servers)]
 
     def on_one_host(self) -> Cluster:
         """This cluster with its workers on one host, if nobody said otherwise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class VirtualTransport:
         self.size = world.cluster.size
         self.roles: Sequence[str] = world.roles
         self.role = world.roles[rank]
+        self.late: Collection[int] = world.cluster.late
         self.hosts: Sequence[int] = world.hosts
         self.host = world.hosts[rank]
         self.bytes_sent = 0

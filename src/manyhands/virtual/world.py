@@ -34,8 +34,8 @@ class World:
         self.lost: list[tuple[int, str]] = []
         self.locks: dict[tuple[int, str], deque[Activity]] = {}
         self.meetings: dict[tuple[int, ...], Meeting] = {}
-        self.gone: dict[int, str] = {}
-        """Why a rank is no longer there."""
+        self.gone: dict[int, str] = dict.fromkeys(cluster.late, "it has not come yet")
+        """Why a rank is not there."""
         self.watchers: dict[int, dict[VirtualTransport, int]] = {rank: {} for rank in range(-1, cluster.size)}
         """Who waits for a rank right now (ANY is -1)."""
         self._memory: dict[tuple[int, str], Tensor] = {}
@@ -43,8 +43,9 @@ class World:
         self._rate = bytes_per_second(cluster.bandwidth), bytes_per_second(cluster.local_bandwidth)
         self.network = self._links()
         self.cores = {host: Cores(self.kernel, cluster.cores or self.hosts.count(host)) for host in self.hosts}
-        speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * cluster.servers)]
-        self.roles = ["worker"] * cluster.workers + ["server"] * cluster.servers
+        others = cluster.size - cluster.workers
+        speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * others)]
+        self.roles = ["worker"] * (cluster.size - cluster.servers) + ["server"] * cluster.servers
         self.ranks = [VirtualTransport(self, rank, speeds[rank]) for rank in range(cluster.size)]
         self._foresee_faults()
 
@@ -109,6 +110,12 @@ class World:
     def why_gone(self, rank: int) -> str | None:
         return self.gone.get(rank)
 
+    def come(self, newcomer: tuple[int, Callable[[], None]]) -> None:
+        """A rank is there from now on, and begins its program."""
+        rank, program = newcomer
+        del self.gone[rank]
+        self.ranks[rank].begin(program)
+
     def leave(self, rank: int) -> None:
         """A rank says good-bye."""
         self.gone[rank] = "left"
@@ -170,7 +177,11 @@ def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 
         return run
 
     for rank in world.ranks:
-        rank.begin(main(rank))
+        if rank.rank in cluster.late:
+            at = seconds(cluster.newcomers[cluster.late.index(rank.rank)])
+            world.kernel.at(at, world.come, (rank.rank, main(rank)))
+        else:
+            rank.begin(main(rank))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -39,9 +39,9 @@ def connect(
     w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None, copies: int = 1
 ) -> list[Lane]:
     """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
-    me = w.workers.index(w.rank)
+    me = w.seats.index(w.rank)
     together = when.scope == "job"
-    one_host = not w.servers and len({w.transport.hosts[rank] for rank in w.workers}) == 1
+    one_host = not w.servers and len({w.transport.hosts[rank] for rank in w.seats}) == 1
     if copies == 2:
         lanes: list[Lane] = _double_lanes(w, cut(w.flat, how, len(w.servers), rule))
     elif one_host and tree is None and "owner" not in rule.needs and not w.flat.is_meta:
@@ -135,11 +135,10 @@ def _keeper(
     weights = [w.flat.weights(span) for span in spans]
     holdings = [own(s, x if x.is_meta else x.clone()) for s, x in zip(spans, weights, strict=True)]
     relays = tree.relays(w.workers) if tree else []
-    codec, clients = tree.what if tree else codec, len(relays or w.workers)
-    ledger = Ledger(
-        clients, 0, slots=pending_slots(when, clients) + clients
-    )  # a shard that follows may have to keep more
-    seen = [[x.clone() for x in weights] for _ in w.workers] if "seen" in rule.needs else ()
+    codec, clients = tree.what if tree else codec, len(relays or w.seats)
+    slots = pending_slots(when, clients) + clients  # a shard that follows may have to keep more
+    ledger = Ledger(clients, 0, slots, late=() if tree else w.seats[len(w.workers) :])
+    seen = [[x.clone() for x in weights] for _ in w.seats] if "seen" in rule.needs else ()
     keeps = when.merges and (any(corrects(one.rule) for one in holdings) or when.admit(WAITING))
     inbox = Kept(codec, weights) if keeps else LentInbox(codec)
     shard = Shard(holdings, when, ledger, inbox, w.batch_size, seen, len(w.workers))

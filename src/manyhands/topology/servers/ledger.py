@@ -42,10 +42,16 @@ class Ledger:
         counts: how many update counts to keep beside them.
         slots: how many gradients may be pending together; one of each worker, if not given.
         cells: memory for `Ledger.size(workers, counts, slots)` integers, all zero when new.
+        late: which of them come later.
     """
 
     def __init__(
-        self, workers: int, counts: int, slots: int | None = None, cells: MutableSequence[int] | None = None
+        self,
+        workers: int,
+        counts: int,
+        slots: int | None = None,
+        cells: MutableSequence[int] | None = None,
+        late: Sequence[int] = (),
     ) -> None:
         slots = slots or workers
         fresh = cells is None
@@ -59,6 +65,7 @@ class Ledger:
         self.counts = cells[after + _SLOT_ROWS * slots :]
         self.workers = workers
         self.slots = slots
+        self._late = late
         if fresh:
             self.begin()
 
@@ -68,8 +75,10 @@ class Ledger:
         return _HEAD + _ROWS * workers + _SLOT_ROWS * slots + counts
 
     def begin(self) -> None:
-        """Everyone is alive at clock 0."""
-        self._head[_AT_SLOWEST] = self._head[_ALIVE] = self.workers
+        """Everyone is alive at clock 0; who comes later has left, in a way."""
+        self._head[_AT_SLOWEST] = self._head[_ALIVE] = self.workers - len(self._late)
+        for i in self._late:
+            self.clock[i] = NEVER
         self._head[_BEGUN] = 1
 
     @property

@@ -115,7 +115,7 @@ class Keeper:
         self._shard = shard
         self._keepers = keepers
         self._vital = {*keepers, *relays}
-        self._clients = relays or w.workers
+        self._clients = relays or w.seats
         self._number = {rank: i for i, rank in enumerate(self._clients)}
         self._resting: set[int] = set()
         if shard.when.scope == "job":

@@ -88,7 +88,7 @@ class SharedLane:
         self.refused = False
         self._w = w
         self._t = w.transport
-        self._me = w.workers.index(w.rank)
+        self._me = w.seats.index(w.rank)
         self._name = f"shard{number}"
         self._wake = WAKE.of(number)
         self._version = 0
@@ -101,7 +101,7 @@ class SharedLane:
     def _find(self, when: Consistency, rule: Rule, codec: Codec) -> Shard:
         """Map the shard's memory; the first to come fills it."""
         w, name = self._w, self._name
-        ledger = self._ledger(slots := pending_slots(when, len(w.workers)))
+        ledger = self._ledger(slots := pending_slots(when, len(w.seats)))
         first = not ledger.begun
 
         def allocate(key: str, fresh: Tensor) -> Tensor:
@@ -111,18 +111,18 @@ class SharedLane:
         holdings = [self._hold(n, rule, ledger, allocate) for n in range(len(self.spans))]
         seen: list[Tensor] = []
         if "seen" in rule.needs:  # a row per worker, where whoever applies its gradient can read it
-            seen = [allocate(f"seen{n}", h.weights.expand(len(w.workers), -1)) for n, h in enumerate(holdings)]
+            seen = [allocate(f"seen{n}", h.weights.expand(len(w.seats), -1)) for n, h in enumerate(holdings)]
         if first:
             ledger.begin()
         at_once = when.ready(1, 2)
         inbox = SharedInbox(w, name, [h.weights for h in holdings], codec, slots=0 if at_once else slots)
-        return Shard(holdings, when, ledger, inbox, w.batch_size, list(zip(*seen, strict=True)))
+        return Shard(holdings, when, ledger, inbox, w.batch_size, list(zip(*seen, strict=True)), len(w.workers))
 
     def _ledger(self, slots: int) -> Ledger:
-        workers, counts = len(self._w.workers), len(self._w.flat.places) * len(self.spans)
-        memory = self._t.shared(f"{self._name}.ledger", Ledger.size(workers, counts, slots), torch.int64).numpy()
+        w, counts = self._w, len(self._w.flat.places) * len(self.spans)
+        memory = self._t.shared(f"{self._name}.ledger", Ledger.size(len(w.seats), counts, slots), torch.int64).numpy()
         cells = cast(MutableSequence[int], memoryview(memory))  # type: ignore[arg-type]
-        return Ledger(workers, counts, slots, cells)
+        return Ledger(len(w.seats), counts, slots, cells, w.seats[len(w.workers) :])
 
     def _hold(self, n: int, rule: Rule, ledger: Ledger, allocate: Allocate) -> Holding:
         """The holding of the shard's n-th span; its counts are in the ledger."""
@@ -213,8 +213,8 @@ class SharedLane:
 
     def _hear_losses(self) -> None:
         """Everyone has taken leave but the lost: if nobody had to wait, nobody has heard of them."""
-        for rank in self._w.workers:
-            while not self._shard.ledger.has_left(self._w.workers.index(rank)):
+        for rank in self._w.seats:
+            while not self._shard.ledger.has_left(self._w.seats.index(rank)):
                 try:
                     recv(self._t, self._wake, frm=rank)
                 except PeerLost as loss:
@@ -230,15 +230,15 @@ class SharedLane:
             self._shard.restore(self._w.flat.places, saved)
 
     def lose(self, loss: PeerLost) -> None:
-        if loss.rank in self._w.workers:
+        if loss.rank in self._w.seats:
             with self._t.lock(self._name):
-                freed = self._shard.lose(self._w.workers.index(loss.rank), loss)
+                freed = self._shard.lose(self._w.seats.index(loss.rank), loss)
             self._wake_up(freed)
 
     def _wake_up(self, freed: list[int]) -> None:
         for i in freed:
             if i != self._me:
-                self._t.send(self._w.workers[i], self._wake)
+                self._t.send(self._w.seats[i], self._wake)
 
 
 def shared_lanes(w: Worker, shards: Shards, when: Consistency, rule: Rule, codec: Codec) -> list[SharedLane]:
