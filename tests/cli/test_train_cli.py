@@ -235,5 +235,5 @@ def test_ctrl_c_ends_with_130(tmp_path):
 
 
 def test_a_rule_brings_its_own_learning_rate(manyhands):
-    done = manyhands("train", "ssp", "--virtual", "--lr", "0.05", "--rule", "adam(lr=0.001)")
-    assert refused(done, "lr is 0.05, but the rule has a learning rate of its own")
+    done = manyhands("train", "ssp", "--virtual", "--lr", "0.2", "--rule", "adam(lr=0.001)")
+    assert refused(done, "lr is 0.2, but the rule has a learning rate of its own")

@@ -68,7 +68,7 @@ def test_mnist(data_dir, method, steps):
     assert result.test_accuracy > 0.7
 
 
-@pytest.mark.parametrize(("method", "steps"), [("bsp", 150), ("ssp", 150), ("gpipe", 500)])
+@pytest.mark.parametrize(("method", "steps"), [("bsp", 150), ("ssp", 200), ("gpipe", 500)])
 def test_text(data_dir, method, steps):
     task = replace(load("text", data_dir / "text"), test=None)
     result = mh.train(task, METHODS[method](), steps=steps)

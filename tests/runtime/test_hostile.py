@@ -331,8 +331,9 @@ def be_offended(t):
     for number in range(10):  # far more than its credit: they are dropped
         t.send(1, ANSWER, (number,), [torch.ones(5)])
     t.flush()
+    peers = list(t.peers())  # as long as rank 2 waits for us: then it may leave
     t.send(2, GO)
-    return caught.value.rank, caught.value.why, recv(t, ANSWER, frm=2).meta, list(t.peers()), noted.lines
+    return caught.value.rank, caught.value.why, recv(t, ANSWER, frm=2).meta, peers, noted.lines
 
 
 def go_between(t):

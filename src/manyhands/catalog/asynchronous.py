@@ -98,7 +98,7 @@ def ad_psgd(
     return Pairwise(rule or Sgd(lr), graph, bipartite)
 
 
-def hogwild(lr: float = 0.1, rule: Rule | None = None) -> SharedMemory:
+def hogwild(lr: float = 0.05, rule: Rule | None = None) -> SharedMemory:
     """Hogwild!: all workers of one host read and write the same weights without any lock.
 
     split: data. when: never. who: everyone, through one memory. what: nothing is sent. how: any rule,

@@ -16,7 +16,7 @@ __all__ = ["ssp"]
 
 def ssp(
     staleness: int = 3,
-    lr: float = 0.1,
+    lr: float = 0.05,
     cache: bool = False,
     rule: Rule | None = None,
     codec: Codec | None = None,
@@ -44,7 +44,7 @@ def ssp(
 
     Args:
         staleness: s, how many clocks a worker may be ahead of the slowest one.
-        lr: eta, the learning rate.
+        lr: eta, the learning rate of every single update: the more workers, the smaller it should be.
         cache: keep what was read for as long as it may be used.
         rule: how a gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
