@@ -14,9 +14,9 @@ def main() -> None:
     inside = ((points.norm(dim=1) - 1.2).abs() < 0.5).long()
     dataset = TensorDataset(points, inside)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 
-    with mh.join(model, loss=cross_entropy, optimizer=optimizer, strategy=mh.ssp(staleness=3)) as hands:
+    with mh.join(model, loss=cross_entropy, optimizer=optimizer, strategy=mh.diloco(period=20)) as hands:
         for x, y in hands.share(dataset, batch_size=32, epochs=20):
             loss = hands.step(x, y)
 

@@ -12,7 +12,7 @@ def main() -> None:
     inside = ((points.norm(dim=1) - 1.2).abs() < 0.5).long()
     dataset = TensorDataset(points, inside)
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 
     for _ in range(20):
         for x, y in DataLoader(dataset, batch_size=32, shuffle=True):

@@ -1,11 +1,12 @@
 """What every Transport promises, in every world. The tests only rely on messages, never on luck or on speed:
 a `timeout` is used where nothing may come, so a slow machine can hide a fault but never invent one."""
 
+import os
 from functools import partial
 
 import pytest
 import torch
-from worlds import NEVER, by_rank, die
+from worlds import NEVER, by_rank, call_newcomer, die
 
 from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, PeerLost
 from manyhands.core.protocols import Tag, recv
@@ -1094,3 +1095,63 @@ def sum_with_the_dead(t):
 def test_a_collective_with_a_dead_rank_raises_its_loss(world):
     programs = by_rank(sum_with_the_dead, sum_with_the_dead, die)
     assert world.run(3, programs, deaths=(2,)) == [[1.0], [1.0], None]
+
+
+# -- who comes later ----------------------------------------------------------------------------------
+
+
+def await_newcomer(launcher, t):
+    """Rank 0: what is it like before it comes, and then?"""
+    before = list(t.late), list(t.peers())
+    t.send(2, A, ("dropped",), [numbers(1)])
+    missing = lost_rank(lambda: recv(t, NEVER, frm=2))
+    call_newcomer(launcher, t)
+    message = recv(t, READY)
+    t.send(2, B, ("welcome",), [numbers(2, 3)])
+    recv(t, DONE, frm=2)
+    return before, missing, message.frm, list(t.peers())
+
+
+def work_on(t):
+    """Rank 1 hears of it when it says something; nobody is told that anybody was lost."""
+    return recv(t, DONE).frm
+
+
+def come(t):
+    """Rank 2, which was not there when the others began."""
+    t.send(0, READY)
+    message = recv(t, B, A, frm=0)
+    got = message.meta, message.keep()[0].tolist()
+    peers = list(t.peers())
+    t.send(1, DONE)
+    t.send(0, DONE)
+    return got, peers
+
+
+@on_one_host_and_between
+def test_a_rank_may_come_later_and_is_gone_until_then(world, hosts):
+    program = by_rank(partial(await_newcomer, os.getpid()), work_on, come)
+    first, second, third = world.run(2, program, hosts=hosts, newcomers=1)
+    assert first == (([2], [1]), 2, 2, [1, 2])
+    assert second == 2
+    assert third == ((("welcome",), [2.0, 3.0]), [0, 1])
+
+
+def come_to_a_loss(t):
+    """Rank 2 hears from rank 0, and of rank 1 that it is gone."""
+    lost = lost_rank(lambda: recv(t, NEVER, frm=1))
+    t.send(0, DONE)
+    return lost, list(t.peers())
+
+
+def lose_then_hear(t):
+    """Rank 0 is told of the loss first, then it hears from whoever came."""
+    return lost_rank(lambda: recv(t, NEVER)), recv(t, DONE).frm
+
+
+@on_one_host_and_between
+def test_a_newcomer_knows_who_is_gone(world, hosts):
+    """Among processes it comes because rank 1 is lost; in virtual time it comes after that too."""
+    program = by_rank(lose_then_hear, die, come_to_a_loss)
+    first, second, third = world.run(2, program, hosts=hosts, deaths=(1,), newcomers=1)
+    assert (first, second, third) == ((1, 2), None, (1, [0]))

@@ -27,6 +27,12 @@ def die(transport):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def call_newcomer(launcher, transport):
+    """Let the next newcomer come; in virtual time it comes by itself, long after the others have come to rest."""
+    if not isinstance(transport, VirtualTransport):
+        os.kill(launcher, signal.SIGUSR1)
+
+
 def by_rank(*programs):
     """A program that is another one on every rank; the last one is that of all further ranks too."""
     return partial(_choose, programs)
@@ -45,10 +51,11 @@ def _and_leave(program, transport):
 class Virtual:
     """Ranks in virtual time. Whoever is to die waits for it, long after the others have come to rest."""
 
-    def run(self, size, program, *, hosts=None, servers=0, deaths=()):
-        """Run on `size` ranks, the last `servers` of them servers, the others spread over `hosts`."""
+    def run(self, size, program, *, hosts=None, servers=0, deaths=(), newcomers=0):
+        """Run on `size` ranks, the last `servers` of them servers, the others spread over `hosts`; more come later."""
         faults = [Die(rank, at=1000.0 * number) for number, rank in enumerate(deaths, start=1)]
-        cluster = Cluster(workers=size - servers, servers=servers, hosts=hosts, faults=faults)
+        times = [1000.0 * (number + 1) for number in range(newcomers)]
+        cluster = Cluster(workers=size - servers, servers=servers, hosts=hosts, faults=faults, newcomers=times)
         return simulate(cluster, partial(_and_leave, program)).results
 
 
@@ -59,9 +66,10 @@ class Real:
     def __init__(self, link):
         self.link = link
 
-    def run(self, size, program, *, hosts=None, servers=0, deaths=()):
+    def run(self, size, program, *, hosts=None, servers=0, deaths=(), newcomers=0):
         """Run on `size` ranks; lent tensors are watched."""
-        placed = tuple(Cluster(workers=size - servers, servers=servers, hosts=hosts).placement())
+        shape = Cluster(workers=size - servers, servers=servers, hosts=hosts, newcomers=[0.0] * newcomers)
+        placed = tuple(shape.placement())
         return launch(
             partial(_and_leave, program),
             workers=size - servers,
@@ -70,6 +78,7 @@ class Real:
             link=self.link,
             context="forkserver",
             checks_lending=True,
+            spares=newcomers,
         ).results
 
 
