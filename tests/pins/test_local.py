@@ -33,7 +33,7 @@ def same(a, b, **within):
 
 def test_simuparallel_on_toy_t():
     xs = {}
-    strategy = mh.simuparallel(lr=0.1)
+    strategy = mh.simuparallel(lr=0.1, own_share=True)
     probed(strategy, step=lambda s, w: xs.update({w.rank: w.flat.parts[0].weights.item()}))
     assert final(strategy, 2) == pytest.approx(0.635, abs=1e-9)
     assert (xs[0], xs[1]) == pytest.approx((0.19, 1.08), abs=1e-9)
@@ -45,7 +45,7 @@ def test_simuparallel_sends_once(digits64):
 
 
 def test_one_round_as_long_as_the_run_is_simuparallel(digits64):
-    once = mh.train(digits64, mh.simuparallel(lr=0.1), cluster=TWO, steps=6)
+    once = mh.train(digits64, mh.simuparallel(lr=0.1, own_share=True), cluster=TWO, steps=6)
     assert same(mh.train(digits64, mh.model_averaging(lr=0.1, period=6), cluster=TWO, steps=6), once, atol=0)
 
 

@@ -15,26 +15,30 @@ __all__ = ["bmuf", "diloco", "model_averaging", "post_local_sgd", "simuparallel"
 WEIGHTS = {"samples": BySamples, "loss": ByLoss, "fisher": ByFisher}
 
 
-def simuparallel(lr: float = 0.1, rule: Rule | None = None) -> LocalSteps:
-    """SimuParallelSGD: every worker trains alone on its share; at the very end their weights are averaged, once.
+def simuparallel(lr: float = 0.2, own_share: bool = False, rule: Rule | None = None) -> LocalSteps:
+    """SimuParallelSGD: every worker trains alone; at the very end their weights are averaged, once.
 
     split: data. when: once, at the end. who: a collective. what: weights, raw. how: any rule, on the worker's own
     weights.
 
-        x_k <- x_k - eta g_k(x_k)             from the same start, on worker k's own share
+        x_k <- x_k - eta g_k(x_k)             from the same start, on worker k's own examples
         w   =  (1/P) sum_k x_k                at the end
 
-    One message per worker in the whole run. The weights must start the same everywhere, which they do. Everyone takes
-    the same number of steps, so a straggler is waited for at the end; a lost worker ends the run.
+    One message per worker in the whole run. The weights must start the same everywhere, which they do. The examples of
+    the run are dealt out to the workers: of many passes over a data set everyone gets a few. With own_share a worker
+    gets a part of the data set instead, and sees nothing else in all passes: what it learns is then worth less to the
+    others. The paper has one pass over single examples, where both are the same; here they are mini-batches. Everyone
+    takes the same number of steps, so a straggler is waited for at the end; a lost worker ends the run.
 
     Reference: M. Zinkevich, M. Weimer, A. Smola, L. Li, Parallelized stochastic gradient descent, 2010
     Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.finish
 
     Args:
         lr: eta, the learning rate; constant.
+        own_share: whether a worker sees only its own part of the data set.
         rule: how a worker applies its gradient, instead of SGD with lr.
     """
-    return LocalSteps(rule or Sgd(lr), Rounds(None))
+    return LocalSteps(rule or Sgd(lr), Rounds(None), draws_from_all=not own_share)
 
 
 def model_averaging(

@@ -50,6 +50,7 @@ class LocalSteps:
         warmup: steps before the first round.
         memory: what becomes of a local rule's memory after a round.
         weight: how much each worker counts; None: all the same.
+        draws_from_all: whether every worker may see any sample, instead of having a share of its own.
     """
 
     rule: Rule
@@ -58,6 +59,7 @@ class LocalSteps:
     warmup: int = 0
     memory: Literal["keep", "average", "reset"] = "keep"
     weight: Weight | None = None
+    draws_from_all: bool = False
     lockstep: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
 
