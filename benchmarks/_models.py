@@ -94,7 +94,18 @@ def alone(name: str, commands: Commands) -> None:
 
 def together(link: str, strategy: Strategy, name: str, commands: Commands) -> None:
     """Our side: the same model and data in an own loop."""
+    own_loop(link, strategy, model(name), functional.cross_entropy, batches(name), commands)
+
+
+def own_loop(
+    link: str,
+    strategy: Strategy,
+    net: nn.Module,
+    loss: Callable[..., Tensor],
+    data: Iterator[tuple[Tensor, ...]],
+    commands: Commands,
+) -> None:
+    """Any model and data."""
     os.environ["MANYHANDS_LINK"] = link
-    data = batches(name)
-    with mh.join(model(name), loss=functional.cross_entropy, strategy=strategy) as hands:
+    with mh.join(net, loss=loss, strategy=strategy) as hands:
         commands.repeat(lambda: hands.step(*next(data)))

@@ -4,6 +4,7 @@ import socket
 import threading
 from itertools import islice
 
+import hogwild
 import pytest
 import server
 import start
@@ -47,6 +48,27 @@ def test_a_plain_step_is_sgd_on_the_next_batch():
                 p -= 0.01 * g
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_two_processes_are_compared_by_samples_not_by_steps(monkeypatch):
+    asked = []
+
+    def measured(title, sides, steps):
+        asked.append([(side.name, side.ranks) for side in sides])
+        return {"one": [3.0] * 3, "two": [4.0] * 3}
+
+    monkeypatch.setattr(hogwild, "measure", measured)
+    found = {one["name"]: (one["value"], one["goal"]) for one in hogwild.run(None)}
+    assert found == {"mlp-2-over-1": (1.5, ">= 1.8"), "sparse-2-over-1": (1.5, ">= 1.3")}
+    assert asked == [[("one", 1), ("two", 2)]] * 2
+
+
+def test_sparse_batches_begin_again_and_differ_by_rank():
+    walked = list(islice(hogwild.sparse_batches(0), BATCHES + 1))
+    (v, x, y), (other, *_) = walked[0], next(hogwild.sparse_batches(1))
+    assert v.shape == x.shape == (hogwild.SPARSE_BATCH, 64) and y.shape == (hogwild.SPARSE_BATCH,)
+    assert all(field.is_contiguous() for field in walked[1]), "or no kernel could walk them"
+    assert walked[BATCHES] is walked[0] and not torch.equal(v, walked[1][0]) and not torch.equal(v, other)
 
 
 def test_exactly_the_memory_is_filled():

@@ -95,6 +95,17 @@ def test_a_network_with_a_memory_learns_to_read(data_dir, method):
     assert result.final_loss < 3.2
 
 
+SPARSE = {"bsp": mh.bsp, "ssp": mh.ssp, "hogwild": mh.hogwild, "hogbatch": mh.hogbatch, "hybrid": mh.hybrid}
+
+
+@pytest.mark.parametrize("method", SPARSE)
+def test_a_million_features_speak_for_a_label(method):
+    result = mh.train("sparse", SPARSE[method](lr=0.5), cluster=mh.Cluster(workers=2), steps=200)
+    assert losses(result)[0] == pytest.approx(0.6931, abs=1e-4), "at first nobody has an opinion"
+    assert result.final_loss < 0.6
+    assert result.test_accuracy > 0.7
+
+
 def by_hand(model, x, y):
     """The gradient of an ordinary loss, as if there were no other way to get it."""
     with torch.enable_grad():

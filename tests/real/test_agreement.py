@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(60)
 
 LINKS = pytest.mark.parametrize("link", ["shm", "tcp"])
 STEPS = 12
+VIRTUALLY_ALONE = {"cluster": mh.Cluster(workers=1)}
 METHODS = {
     "bsp": mh.bsp,
     "bsp_server": mh.bsp_server,
@@ -89,6 +90,13 @@ def test_two_workers_learn_the_digits(method, link, quickly):
 
 def test_so_they_do_without_any_locks(quickly):
     assert mh.train("digits", mh.hogwild(), workers=2).test_accuracy >= 0.93
+
+
+def test_a_model_that_writes_its_own_steps_does_so_in_both_worlds(quickly):
+    """Alone to the last bit; two of them meet in memory as it happens, and learn."""
+    alone, twin = (mh.train("sparse", mh.hogwild(), steps=40, **where) for where in ({"workers": 1}, VIRTUALLY_ALONE))
+    assert alone.weights_sha256 == twin.weights_sha256
+    assert mh.train("sparse", mh.hogwild(lr=0.5), workers=2, epochs=2).test_accuracy >= 0.8
 
 
 def test_who_shares_memory_cannot_be_apart():

@@ -1,4 +1,4 @@
-"""The five tasks are what they say, learn what they promise, and refuse broken files by name."""
+"""Our tasks are what they say, learn what they promise, and refuse broken files by name."""
 
 import gzip
 import pickle
@@ -40,7 +40,7 @@ def score(task, model):
         return task.metric(model(x), y)
 
 
-NO_CHAINS = ("rbm", "rnn")
+NO_CHAINS = ("rbm", "rnn", "sparse")
 """They cannot be cut into layers that follow each other."""
 
 
@@ -298,14 +298,14 @@ def test_vgg16_has_the_sizes_of_the_paper_and_no_numbers():
 # --- by name
 
 
-@pytest.mark.parametrize("name", ["digits", "regression", "rbm", "vgg16"])
+@pytest.mark.parametrize("name", ["digits", "regression", "rbm", "sparse", "vgg16"])
 def test_data_that_would_not_be_read_is_refused(name, tmp_path):
     assert refused(load, name, tmp_path) == f'the task "{name}" reads no files: leave out --data {tmp_path}'
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     assert refused(load, "digit") == "there is no task 'digit': did you mean digits?"
-    names = "digits, mnist, text, regression, rbm, rnn, vgg16, module:function"
+    names = "digits, mnist, text, regression, rbm, rnn, sparse, vgg16, module:function"
     assert refused(load, "zzz") == f"there is no task 'zzz': known are {names}"
 
 

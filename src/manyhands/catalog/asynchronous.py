@@ -107,10 +107,12 @@ def hogwild(lr: float = 0.05, rule: Rule | None = None) -> SharedMemory:
         read w, compute g, w_v <- w_v - eta g_v for every v that g touches
 
     Writes may be lost. With sparse gradients, as of nn.Embedding(sparse=True), few are: plain SGD then writes only
-    the rows a mini-batch has used. All workers must be on one host. A lost worker is not missed.
+    the rows a mini-batch has used. A model that knows these itself, as that of the task sparse, is let write them. All
+    workers must be on one host. A lost worker is not missed.
 
     Reference: F. Niu, B. Recht, C. Re, S. Wright, Hogwild!: a lock-free approach to parallelizing SGD, 2011
-    Loops: strategies/shared_memory.py SharedMemory.step; strategies/shared_memory.py SharedMemory.write
+    Loops: strategies/shared_memory.py SharedMemory.step; strategies/shared_memory.py SharedMemory.write;
+        strategies/shared_memory.py SharedMemory.descend
 
     Args:
         lr: gamma, the learning rate.

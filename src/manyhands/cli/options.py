@@ -34,7 +34,9 @@ def _option(text: str, default: str | None = None, metavar: str | None = None) -
 class Run:
     """Whatever the method."""
 
-    task: Annotated[str, _option("digits, mnist, text, regression, vgg16, or your own as module:function")] = "digits"
+    task: Annotated[
+        str, _option("digits, mnist, text, regression, rbm, rnn, sparse, vgg16, or your own as module:function")
+    ] = "digits"
     workers: Annotated[int | None, _option("how many workers", "2; 4 if virtual, or the cluster file's", "INT")] = None
     servers: Annotated[int | None, _option("how many servers of their own", "0, or the cluster file's", "INT")] = None
     spares: Annotated[int | None, _option("workers that come when one is lost, or at SIGUSR1", "0", "INT")] = None

@@ -74,6 +74,19 @@ def skips(rule: Rule) -> bool:
 
 
 @runtime_checkable
+class Scales(Protocol):
+    """A rule whose step, if it may skip, is the gradient times a number and nothing more."""
+
+    def scale(self, at: At) -> float:
+        """That number: -eta."""
+
+
+def scales(rule: Rule) -> bool:
+    """Whether a step is the gradient times a number, so that somebody else can make it."""
+    return skips(rule) and isinstance(rule, Scales)
+
+
+@runtime_checkable
 class Corrects(Protocol):
     """A rule that begins with something that must look at each gradient by itself, before any mean."""
 
@@ -228,6 +241,14 @@ class Holding:
         weights.index_add_(0, rows, step)
         for name, x in zip(self._states[0], memory, strict=True):
             x[rows] = at.state[name]
+
+    def let(self, write: Callable[[float], None], at: At) -> None:
+        """Let somebody who knows g write w <- w + scale g; only with a rule that scales."""
+        assert isinstance(self.rule, Scales)
+        for place in range(len(self.counts)):
+            self.counts[place] += 1
+        at.updates = self.counts[0]
+        write(self.rule.scale(at))
 
     def _apply(self, gs: Sequence[Tensor], at: At, untouched: Collection[int], copies: bool, over: int = 1) -> None:
         if self.weights.is_meta:

@@ -305,6 +305,27 @@ Batch = tuple[Tensor, ...]
 Weights = Mapping[str, Tensor]
 
 
+class Descent(NamedTuple):
+    """A step of plain SGD that a model has computed and not made yet."""
+
+    loss: Tensor
+    touches: int
+    """How many numbers `write` writes."""
+    write: Callable[[float], None]
+    """w_v <- w_v + scale g_v for those v that the mini-batch touches, in place; nothing else is read or written."""
+
+
+@runtime_checkable
+class Descends(Protocol):
+    """A model that can go down some losses by itself, for it knows better than autograd what a mini-batch touches."""
+
+    def can_descend(self, loss: Callable[..., Tensor] | None) -> bool:
+        """Whether it knows the gradient of this loss (None: its own), and of all its weights as they are now."""
+
+    def descend(self, *fields: Tensor) -> Descent:
+        """Read the weights and compute what `loss(self(*fields), target)` and its gradient are; write nothing yet."""
+
+
 class Strategy(Protocol):
     """One way of training: a dataclass of knobs with the loop of a worker.
 

@@ -20,7 +20,7 @@ from manyhands.core.choosing import groups
 from manyhands.core.errors import Diverged, Refused, refuse_unless, unknown
 from manyhands.core.firing import Firing
 from manyhands.core.flat import Flat, Span
-from manyhands.core.protocols import Batch, Rule, Transport
+from manyhands.core.protocols import Batch, Descends, Descent, Rule, Transport
 from manyhands.core.task import Task
 
 REFERENCE_FLOPS = 50e9
@@ -134,6 +134,23 @@ class Worker:
             self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / self.flat.numel)
             fired(bucket)
         return loss
+
+    @cached_property
+    def descends(self) -> Descends | None:
+        """The model, if it can go down this task's loss by itself."""
+        if self.task.sizes_only or self.task.gradient is not None or not isinstance(self.model, Descends):
+            return None
+        return self.model if self.model.can_descend(self.task.loss) else None
+
+    def descent(self, batch: Batch) -> tuple[float, Descent]:
+        """The loss of a mini-batch and the step that follows from it, by a model that descends."""
+        assert self.descends is not None
+        self.seed_torch(self.rank, self.step)
+        step = self.descends.descend(*batch)
+        loss = self.checked(step.loss)
+        if self.transport.plays:
+            self.transport.spend(self.seconds(len(batch[0])))
+        return loss, step
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
         firing = Firing(self.flat.buckets(), self.flat.places, fired) if fired else None

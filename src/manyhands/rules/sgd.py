@@ -45,7 +45,11 @@ class Sgd:
     def __call__(self, g: Tensor, at: At) -> Tensor:
         if self.weight_decay:
             g.add_(at.weights, alpha=self.weight_decay)
-        return g.mul_(-rate_at(self.lr, at))
+        return g.mul_(self.scale(at))
+
+    def scale(self, at: At) -> float:
+        """-η: without decay that is all."""
+        return -rate_at(self.lr, at)
 
     def can_skip(self) -> bool:
         """Without decay no gradient is no step."""
@@ -57,4 +61,4 @@ class Sgd:
 
     def move(self, g: Tensor, at: At, into: Tensor | None) -> None:
         """w <- w + (-η g), the product rounded before it is added."""
-        step(at.weights, g, -rate_at(self.lr, at), into)
+        step(at.weights, g, self.scale(at), into)

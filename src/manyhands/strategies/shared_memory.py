@@ -12,6 +12,13 @@ samples have nothing in common then do not meet at all. Only plain SGD and Adagr
 fades, or that decays, every update moves all rows, so there sparse gradients are made dense. A rule's memory is each
 worker's own.
 
+A model that knows by itself which weights a mini-batch touches (`Descends`) is let write them, if the rule is plain SGD:
+
+    read w_v for v in the support, compute g_v          others write meanwhile
+    w_v <- w_v - eta g_v, sample by sample              one update per mini-batch, but others may see half of it
+
+That is the same update, rounded differently where two samples share a v, without anything of the size of the model.
+
 With `snapshot` a worker copies the weights before it computes. It then sees one w from the first layer to the last and
 back, and reads what others write (which is slow, for their caches hold it) once per mini-batch.
 """
@@ -23,7 +30,7 @@ from typing import ClassVar
 
 from manyhands.core.flat import Part
 from manyhands.core.gather import gather
-from manyhands.core.holding import Holding, replica, skips
+from manyhands.core.holding import Holding, replica, scales, skips
 from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
 from manyhands.core.saving import collect, join, own, pieces, restore, section, under
 from manyhands.core.worker import Worker
@@ -52,6 +59,8 @@ class SharedMemory:
         self.held = replica(w.flat, self.rule, self.weights)
         if all(skips(held.rule) for held in self.held):
             w.flat.keep_rows()
+        is_plain = len(self.held) == 1 and scales(self.held[0].rule)
+        self.descends = is_plain and not self.snapshot and w.descends is not None
 
     @property
     def welcomes(self) -> bool:
@@ -63,6 +72,8 @@ class SharedMemory:
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Compute on whatever the weights are, write without asking."""
+        if self.descends and not getattr(batch, "names", ()):  # what has names the model must sort out
+            return self.descend(w, batch)
         if self.snapshot:
             read(w, self.weights)
         loss = w.gradient(batch)
@@ -80,6 +91,14 @@ class SharedMemory:
         held.update(part.grad, At(held.weights, samples=w.samples), untouched)
         for place in sparse:
             held.update_rows(place.mark, rows[place.mark], At(held.weights, samples=w.samples))
+
+    def descend(self, w: Worker, batch: Batch) -> float:
+        """The same by a model that writes its gradient itself."""
+        (held,) = self.held
+        loss, step = w.descent(batch)
+        w.move(2 * step.touches * held.weights.element_size())
+        held.let(step.write, At(held.weights, samples=w.samples))
+        return loss
 
     def answer(self, w: Worker) -> Weights | None:
         """The shared weights, once everyone has stopped writing."""

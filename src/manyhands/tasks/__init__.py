@@ -1,4 +1,4 @@
-"""Small tasks to train: seven of ours by name, any of yours as "module:function"."""
+"""Small tasks to train: eight of ours by name, any of yours as "module:function"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 from manyhands.core.errors import Refused, unknown
 from manyhands.core.task import Task
 
-NAMES = ("digits", "mnist", "text", "regression", "rbm", "rnn", "vgg16")
+NAMES = ("digits", "mnist", "text", "regression", "rbm", "rnn", "sparse", "vgg16")
 
 
 def load(name: str, data: Path | None = None) -> Task:
