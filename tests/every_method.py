@@ -1,4 +1,4 @@
-"""Every name of `manyhands list` with its default settings, and what its card and its strategy say about a run of it."""
+"""Every name of `manyhands list` with default settings, and what its card and its strategy say about a run of it."""
 
 import functools
 from contextlib import suppress
@@ -32,7 +32,7 @@ def ends_when_one_is_lost(name):
 
 
 def repeats(strategy):
-    """Whether a run gives the same bits again, in either world: not if workers write into one memory without a lock."""
+    """Whether a run gives the same bits again, in either world: not if workers write into one memory without locks."""
     return strategy.lockstep and not strategy.one_host
 
 
