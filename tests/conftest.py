@@ -10,6 +10,8 @@ import torch
 
 torch.set_num_threads(1)
 
+collect_ignore = ["matrix"]  # whole runs of every method: `make soak` asks for them by name
+
 # For the processes that tests start: lines that several ranks print stay whole, and nothing is compiled twice.
 for name in ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"):
     os.environ.pop(name, None)

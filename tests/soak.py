@@ -1,6 +1,6 @@
-"""Runs the fault tests again and again, two at a time, to find what happens only sometimes: `make soak`.
+"""`make soak`: whole runs of every method, then the fault tests again and again to find what happens only sometimes.
 
-One line at the end says how it went; the first round that fails ends it and shows what pytest said.
+One line at the end says how it went; the first run of pytest that fails ends it and shows what that said.
 """
 
 import re
@@ -9,25 +9,48 @@ import sys
 import time
 from pathlib import Path
 
+from manyhands.cli.index import methods
+
 TESTS = Path(__file__).parent
-FILES = [TESTS / name for name in ("real/test_faults.py", "real/test_stops.py", "runtime/test_hostile.py")]
+FAULTS = ["-x", *(TESTS / name for name in ("real/test_faults.py", "real/test_stops.py", "runtime/test_hostile.py"))]
+MATRIX = ["--dist", "loadgroup", TESTS / "matrix"]
 
 
-def main(rounds):
-    """The exit code: that of pytest in the first round that failed, else 0."""
-    began, tests = time.monotonic(), "0"
-    for number in range(1, rounds + 1):
-        done = subprocess.run([sys.executable, "-m", "pytest", "-x", "-n", "2", *FILES], capture_output=True, text=True)
-        minutes = (time.monotonic() - began) / 60
-        if done.returncode:
-            print(done.stdout + done.stderr)
-            print(f"soak: failed in round {number} of {rounds}, {minutes:.0f} min")
-            return done.returncode
-        tests = re.findall(r"(\d+) passed", done.stdout)[-1]
-        print(f"round {number} of {rounds}: {tests} tests, {minutes:.1f} min so far", flush=True)
-    print(f"soak: {rounds} of {rounds} rounds, {tests} tests each, no failure, {minutes:.0f} min")
+class Failed(Exception):
+    """A test has failed: what pytest said."""
+
+
+def passed(*words):
+    """How many tests pytest has passed, two at a time."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-n", "2", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(done.stdout + done.stderr)
+    return int(re.findall(r"(\d+) passed", done.stdout)[-1])
+
+
+def main(rounds=20, matrices=1):
+    """The exit code: 0 if nothing has failed."""
+    began, tests = time.monotonic(), {"matrix": 0, "round": 0}
+    runs = [("matrix", MATRIX, number, matrices) for number in range(1, matrices + 1)]
+    runs += [("round", FAULTS, number, rounds) for number in range(1, rounds + 1)]
+    for what, words, number, of in runs:
+        where = f"{what} {number} of {of}"
+        try:
+            tests[what] = passed(*words)
+        except Failed as failure:
+            print(failure)
+            print(f"soak: failed in {where}, {minutes_since(began):.0f} min")
+            return 1
+        print(f"{where}: {tests[what]} tests, {minutes_since(began):.1f} min so far", flush=True)
+    parts = [f"{rounds} of {rounds} rounds of {tests['round']} tests"] if rounds else []
+    parts += [f"matrix of {len(methods())} methods: {tests['matrix']} tests"] if matrices else []
+    print(f"soak: {', '.join(parts)}, no failure, {minutes_since(began):.0f} min")
     return 0
 
 
+def minutes_since(began):
+    return (time.monotonic() - began) / 60
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if sys.argv[1:] else 20))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,9 +1,11 @@
 """Real processes compute what virtual ones do: bit for bit in lock step, and well enough otherwise."""
 
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from every_method import EVERY, GOOD, links, one_of_each_file, replicas
 
 import manyhands as mh
 
@@ -14,27 +16,13 @@ pytestmark = pytest.mark.timeout(60)
 LINKS = pytest.mark.parametrize("link", ["shm", "tcp"])
 STEPS = 12
 VIRTUALLY_ALONE = {"cluster": mh.Cluster(workers=1)}
-METHODS = {
-    "bsp": mh.bsp,
-    "bsp_server": mh.bsp_server,
-    "ssp": mh.ssp,
-    "downpour": mh.downpour,
-    "easgd": mh.easgd,
-    "ad_psgd": mh.ad_psgd,
-    "d_psgd": mh.d_psgd,
-    "gossip": mh.gossip,
-    "gossip by push": functools.partial(mh.gossip, mode="push"),
-    "hogwild": mh.hogwild,
-    "gpipe": mh.gpipe,
-    "pipedream": mh.pipedream,
-}
 
 
 @functools.cache
 def virtual(method, workers, hosts=None):
     """The digest of the weights after a few steps in virtual time."""
     cluster = mh.Cluster(workers=workers, hosts=hosts)
-    return mh.train("digits", METHODS[method](), cluster=cluster, steps=STEPS).weights_sha256
+    return mh.train("digits", EVERY[method](), cluster=cluster, steps=STEPS).weights_sha256
 
 
 # -- to the last bit ----------------------------------------------------------------------------------
@@ -44,14 +32,15 @@ def virtual(method, workers, hosts=None):
 @pytest.mark.parametrize(
     ("method", "workers"),
     [
-        *[("bsp", 2), ("bsp_server", 2), ("bsp_server", 3), ("d_psgd", 2), ("d_psgd", 3)],
+        *[("bsp", 2), ("bsp-server", 2), ("bsp-server", 3), ("d-psgd", 2), ("d-psgd", 3)],
         *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2)],
     ],
 )
 def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, quickly):
-    real = mh.train("digits", METHODS[method](), workers=workers, link=link, steps=STEPS)
+    strategy = EVERY[method]()
+    real = mh.train("digits", strategy, workers=workers, link=link, steps=STEPS)
     assert real.weights_sha256 == virtual(method, workers)
-    assert real.samples == STEPS * 32 * (1 if method in ("gpipe", "pipedream") else workers)
+    assert real.samples == STEPS * 32 * replicas(strategy, workers)
 
 
 @pytest.mark.parametrize(("link", "hosts"), [("shm", 1), ("tcp", None)])
@@ -80,16 +69,17 @@ def test_jobs_at_the_same_time_do_not_meet(tmp_path, quickly):
 # -- well enough --------------------------------------------------------------------------------------
 
 
-@LINKS
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "hogwild"])
-def test_two_workers_learn_the_digits(method, link, quickly):
-    result = mh.train("digits", METHODS[method](), workers=2, link=link)
-    assert result.test_accuracy >= 0.93
+def kinds():
+    """A method for every file of strategies, on one link or the other; tests/matrix/ has all methods on both."""
+    for name, link in zip(one_of_each_file(), itertools.cycle(["shm", "tcp"]), strict=False):
+        yield name, link if link in links(EVERY[name]()) else "shm"
+
+
+@pytest.mark.parametrize(("name", "link"), [*kinds(), ("gossip by push", "tcp"), ("ssp with a cache", "shm")])
+def test_two_workers_learn_the_digits(name, link, quickly):
+    result = mh.train("digits", EVERY[name](), workers=2, link=link)
+    assert result.test_accuracy >= GOOD
     assert (result.world, result.lost, result.stopped_at) == ("real", [], None)
-
-
-def test_so_they_do_without_any_locks(quickly):
-    assert mh.train("digits", mh.hogwild(), workers=2).test_accuracy >= 0.93
 
 
 def test_a_model_that_writes_its_own_steps_does_so_in_both_worlds(quickly):

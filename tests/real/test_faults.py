@@ -13,6 +13,7 @@ from manyhands.runtime import memfd
 from manyhands.runtime.launch import launch, run_script
 
 from .tools import (
+    KILLED,
     LIMIT,
     Strike,
     end,
@@ -20,25 +21,22 @@ from .tools import (
     fail_in_the_model,
     kill,
     kill_the_last,
+    messages,
     net,
     net_of_its_own,
     no_number,
     small,
     stop,
     struck,
+    taken_by,
     with_mortal_server,
 )
 
 pytestmark = pytest.mark.timeout(60)
 
 MANY = 10**6
-KILLED = "it was killed by SIGKILL"
 STOPPED = "it was stopped (SIGSTOP) and has been killed"
 FAULTS = pytest.mark.parametrize(("act", "why"), [(kill, KILLED), (stop, STOPPED)], ids=["SIGKILL", "SIGSTOP"])
-
-
-def messages(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "manyhands"]
 
 
 # -- everyone is needed -------------------------------------------------------------------------------
@@ -85,8 +83,7 @@ def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, q
     strike = Strike(act, tmp_path)
     result = mh.train("digits", struck(method(), strike), workers=3)
     assert result.lost == [(1, why)]
-    lines = [line for line in result.records if "loss" in line]
-    taken = {rank: sum(line["rank"] == rank for line in lines) for rank in range(3)}
+    taken = taken_by(result)
     assert taken[0] + taken[2] == result.steps * 3 - strike.step - 1, "it took its last one with it"
     assert taken[0] > 0 and taken[2] > 0
     assert result.test_accuracy >= 0.93
@@ -116,8 +113,7 @@ def test_in_lock_step_the_others_go_on_without_a_neighbour(act, why, tmp_path, q
     strike = Strike(act, tmp_path)
     result = mh.train("digits", struck(mh.d_psgd(), strike), workers=3, epochs=20)
     assert result.lost == [(1, why)]
-    lines = [line for line in result.records if "loss" in line]
-    taken = [sum(line["rank"] == rank for line in lines) for rank in range(3)]
+    taken = taken_by(result)
     assert taken[0] == taken[2] == result.steps and taken[1] <= strike.step
     assert result.test_accuracy >= 0.93
 

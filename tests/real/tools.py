@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,6 +99,30 @@ def kill_the_last(w, batch):
     return batch
 
 
+def ask_to_stop(launcher, w, batch):
+    """Whoever launched this rank is asked to stop; go on once it has passed that on."""
+    os.kill(launcher, signal.SIGTERM)
+    until(lambda: w.transport.member.finishing)
+    return batch
+
+
+def slow_down(factor, w, batch):
+    """From now on this rank computes so many times slower; a backward pass takes twice as long as a forward pass."""
+    began = {}
+
+    def before(layer, _):
+        began[layer] = time.thread_time()
+
+    def after(layer, *_):
+        time.sleep((factor - 1) * 3 * (time.thread_time() - began[layer]))
+
+    for layer in w.model.modules():
+        if not list(layer.children()):
+            layer.register_forward_pre_hook(before)
+            layer.register_forward_hook(after)
+    return batch
+
+
 def no_number(w, batch):
     return (batch[0] * float("nan"), *batch[1:])
 
@@ -124,6 +149,21 @@ def _fail(*_):
 
 def _exit(*_):
     sys.exit(0)
+
+
+# -- what came of it -----------------------------------------------------------------------------------
+
+KILLED = "it was killed by SIGKILL"
+
+
+def messages(caplog):
+    """What the library has said."""
+    return [record.getMessage() for record in caplog.records if record.name == "manyhands"]
+
+
+def taken_by(result):
+    """How many mini-batches each rank has taken."""
+    return Counter(line["rank"] for line in result.records if "loss" in line)
 
 
 # -- small tasks --------------------------------------------------------------------------------------
@@ -227,9 +267,10 @@ class Started:
     """A program in a session of its own, as if started from a terminal."""
 
     def __init__(self, *words, **environment):
+        path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             [sys.executable, *map(str, words)],
-            env={**os.environ, "PYTHONPATH": str(TESTS), **environment},
+            env={**os.environ, "PYTHONPATH": path, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

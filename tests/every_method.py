@@ -1,0 +1,86 @@
+"""Every name of `manyhands list` with default settings, and what its card and its strategy say about a run of it."""
+
+import functools
+from contextlib import suppress
+
+import pytest
+
+import manyhands as mh
+from manyhands.cli.index import methods
+from manyhands.core.protocols import Checks, Divides, Serves
+from manyhands.tasks import load
+
+METHODS = {name: getattr(mh, method.function) for name, method in methods().items()}
+VARIANTS = {
+    "easgd asynchronous": functools.partial(mh.easgd, asynchronous=True),
+    "gossip by push": functools.partial(mh.gossip, mode="push"),
+    "gossip in pairs": functools.partial(mh.gossip, mode="pairwise"),
+    "ssp with a cache": functools.partial(mh.ssp, cache=True),
+}
+"""Other loops behind the same names."""
+EVERY = METHODS | VARIANTS
+BATCH_SIZE, SAMPLES = 32, 1437
+"""Those of digits."""
+GOOD = 0.93
+"""The accuracy that two workers reach at least, whatever happens to them."""
+
+
+def ends_when_one_is_lost(name):
+    """What the card says; a method that its knobs have taken out of lock step goes on."""
+    card = " ".join(methods()[name.partition(" ")[0]].card.text.split())
+    return "a lost worker ends the run" in card.lower() and EVERY[name]().lockstep
+
+
+def repeats(strategy):
+    """Whether a run gives the same bits again, in either world: not if workers write into one memory without locks."""
+    return strategy.lockstep and not strategy.one_host
+
+
+def replicas(strategy, workers):
+    """How many copies of the model so many workers hold."""
+    return strategy.replicas(workers) if isinstance(strategy, Divides) else workers
+
+
+def links(strategy):
+    """How its ranks may be connected."""
+    return ["shm"] if strategy.one_host else ["shm", "tcp"]
+
+
+def fits(strategy, workers, servers=0):
+    """Whether the method trains digits with so many."""
+    if servers and not isinstance(strategy, Serves):
+        return False
+    with suppress(mh.Refused):
+        if isinstance(strategy, Checks):
+            strategy.check(workers, servers, BATCH_SIZE, load("digits").build(0))
+        return True
+    return False
+
+
+def workers_up_to(strategy, most):
+    """As many as it can have: a pipeline has no more stages than there are layers."""
+    return next(workers for workers in range(most, 0, -1) if fits(strategy, workers))
+
+
+def one_of_each_file():
+    """A method for every file of strategies."""
+    found = {}
+    for name, recipe in METHODS.items():
+        found.setdefault(type(recipe()).__module__, name)
+    return list(found.values())
+
+
+# -- tests of all of them: those of one method run in one process of pytest if it is told `--dist loadgroup` ----------
+
+
+def _param(name, *others):
+    return pytest.param(name, *others, marks=pytest.mark.xdist_group(name))
+
+
+EVERY_METHOD = pytest.mark.parametrize("name", [_param(name) for name in EVERY])
+
+
+def on_every_link(names=EVERY):
+    """Every method on every link that it may have."""
+    pairs = [_param(name, link) for name in names for link in links(EVERY[name]())]
+    return pytest.mark.parametrize(("name", "link"), pairs)
