@@ -7,12 +7,14 @@ import pytest
 
 import manyhands as mh
 from manyhands.cli.index import methods
-from manyhands.core.protocols import Checks, Divides, Serves
+from manyhands.codecs import Half
+from manyhands.core.protocols import Checks, Divides, Serves, Welcomes
 from manyhands.tasks import load
 
 METHODS = {name: getattr(mh, method.function) for name, method in methods().items()}
 VARIANTS = {
     "easgd asynchronous": functools.partial(mh.easgd, asynchronous=True),
+    "easgd in fp16": functools.partial(mh.easgd, asynchronous=True, codec=Half()),
     "gossip by push": functools.partial(mh.gossip, mode="push"),
     "gossip in pairs": functools.partial(mh.gossip, mode="pairwise"),
     "ssp with a cache": functools.partial(mh.ssp, cache=True),
@@ -34,6 +36,11 @@ def ends_when_one_is_lost(name):
 def repeats(strategy):
     """Whether a run gives the same bits again, in either world: not if workers write into one memory without locks."""
     return strategy.lockstep and not strategy.one_host
+
+
+def welcomes(strategy):
+    """Whether workers may come later."""
+    return isinstance(strategy, Welcomes) and strategy.welcomes
 
 
 def replicas(strategy, workers):

@@ -4,9 +4,9 @@ All of them do, with eight workers, with other seeds and among real processes: t
 """
 
 import pytest
-from every_method import BATCH_SIZE, EVERY, GOOD, SAMPLES, VARIANTS, one_of_each_file, replicas
 
 import manyhands as mh
+from every_method import BATCH_SIZE, EVERY, GOOD, SAMPLES, VARIANTS, one_of_each_file, replicas
 
 
 @pytest.mark.parametrize("name", [*one_of_each_file(), *VARIANTS])

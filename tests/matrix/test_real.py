@@ -4,12 +4,15 @@ learn     two workers with default settings; in lock step the bits are those of 
 slow      one of them computes five times slower: nobody is lost, nothing is missed, and bits stay the same
 killed    the run ends or goes on, as the card says; what was saved goes on with everyone, to the same bits
 stopped   SIGTERM saves; the same number of workers goes on to the same bits, another number goes on as well
+joined    a spare takes the place of a killed worker, where workers may come
 """
 
 import functools
 import os
 
 import pytest
+
+import manyhands as mh
 from every_method import (
     BATCH_SIZE,
     EVERY,
@@ -20,11 +23,10 @@ from every_method import (
     on_every_link,
     repeats,
     replicas,
+    welcomes,
 )
-from real.tools import KILLED, LIMIT, Strike, ask_to_stop, kill, messages, slow_down, struck, taken_by
-
-import manyhands as mh
 from manyhands.runtime.failures import exit_code
+from real.tools import KILLED, LIMIT, SPARE, Awaited, Strike, ask_to_stop, kill, messages, slow_down, struck, taken_by
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("quickly")]
 
@@ -157,4 +159,14 @@ def test_a_stopped_run_goes_on_with_as_many_or_with_others(name, link, tmp_path)
 
 # -- a worker that joins in the middle ----------------------------------------------------------------
 
-# Nobody can come to a run that has begun.
+
+@on_every_link([name for name in EVERY if welcomes(EVERY[name]())])
+def test_a_spare_takes_the_place_of_a_lost_worker(name, link, tmp_path):
+    strategy = EVERY[name]()
+    place = keepers_apart(strategy, 2, link)
+    awaited = struck(strategy, Awaited(tmp_path))
+    result = mh.train("digits", awaited, workers=2, spares=1, link=link, epochs=EPOCHS, **place)
+    assert result.lost == [(1, KILLED)]
+    assert taken_by(result)[SPARE] > 10
+    assert result.samples >= (result.steps * 2 - 6) * BATCH_SIZE, "but for what the lost one had not told yet"
+    assert result.test_accuracy >= GOOD

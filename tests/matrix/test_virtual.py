@@ -3,9 +3,10 @@
 import functools
 
 import pytest
-from every_method import BATCH_SIZE, EVERY, EVERY_METHOD, GOOD, SAMPLES, repeats, replicas, workers_up_to
 
 import manyhands as mh
+from every_method import BATCH_SIZE, EVERY, EVERY_METHOD, GOOD, SAMPLES, repeats, replicas, welcomes, workers_up_to
+from real.tools import taken_by
 
 POINTS = 0.02
 """How much less accurate than plain SGD a method may be."""
@@ -50,3 +51,15 @@ def test_so_they_are_if_the_first_is_five_times_slower(name):
 @EVERY_METHOD
 def test_four_workers_learn_in_half_the_time_whatever_the_seed(name, seed):
     assert trained(name, workers=4, seed=seed, epochs=20).test_accuracy >= GOOD
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if welcomes(EVERY[name]())])
+def test_a_newcomer_learns_with_the_others(name):
+    """The eighth comes after a quarter of the time that seven would take."""
+    strategy = EVERY[name]()
+    alone = trained(name, workers=7)
+    cluster = mh.Cluster(workers=7, hosts=1 if strategy.one_host else None, newcomers=[alone.seconds / 4])
+    result = mh.train("digits", strategy, cluster=cluster)
+    assert (result.lost, result.samples) == ([], alone.samples)
+    assert taken_by(result)[7] > result.steps // 2
+    assert result.test_accuracy >= plain(result.samples) - POINTS

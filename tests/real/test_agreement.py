@@ -5,9 +5,9 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from every_method import EVERY, GOOD, links, one_of_each_file, replicas
 
 import manyhands as mh
+from every_method import EVERY, GOOD, links, one_of_each_file, replicas
 
 from .tools import Strike, small, struck, together
 
@@ -49,6 +49,15 @@ def test_three_workers_sum_in_the_order_of_their_place(link, hosts, quickly):
     assert real.weights_sha256 == virtual("bsp", 3, hosts)
 
 
+@LINKS
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_lone_worker_meets_the_same_centre_in_both_worlds(servers, link, quickly):
+    elastic = EVERY["easgd in fp16"]
+    real = mh.train("digits", elastic(), workers=1, servers=servers, link=link, steps=STEPS)
+    virtual = mh.train("digits", elastic(), cluster=mh.Cluster(workers=1, servers=servers), steps=STEPS)
+    assert real.weights_sha256 == virtual.weights_sha256
+
+
 # -- several jobs at once -----------------------------------------------------------------------------
 
 
@@ -75,7 +84,9 @@ def kinds():
         yield name, link if link in links(EVERY[name]()) else "shm"
 
 
-@pytest.mark.parametrize(("name", "link"), [*kinds(), ("gossip by push", "tcp"), ("ssp with a cache", "shm")])
+@pytest.mark.parametrize(
+    ("name", "link"), [*kinds(), ("gossip by push", "tcp"), ("ssp with a cache", "shm"), ("easgd in fp16", "tcp")]
+)
 def test_two_workers_learn_the_digits(name, link, quickly):
     result = mh.train("digits", EVERY[name](), workers=2, link=link)
     assert result.test_accuracy >= GOOD

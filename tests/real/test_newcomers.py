@@ -1,50 +1,18 @@
 """Real workers that come later: one for a lost one, or because somebody asks for it."""
 
 import os
-import signal
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 import manyhands as mh
 
-from .tools import struck, until
+from .tools import KILLED, SPARE, Awaited, struck, taken_by
 
-SPARE = 2
 METHODS = {"ssp": mh.ssp, "hogwild": mh.hogwild, "easgd": lambda: mh.easgd(asynchronous=True)}
-
-
-@dataclass(frozen=True)
-class Awaited:
-    """In step 10 rank 0 waits until a spare takes part, so that no test depends on how long that takes.
-
-    Args:
-        folder: where the spare leaves word.
-        launcher: the process to be asked for it in step 5; if 0, rank 1 is killed in that step.
-    """
-
-    folder: Path
-    launcher: int = 0
-
-    def __call__(self, w, batch):
-        came = self.folder / "came"
-        if w.rank == SPARE:
-            came.touch()
-        elif (w.rank, w.step) == (1, 5):
-            os.kill(*((self.launcher, signal.SIGUSR1) if self.launcher else (os.getpid(), signal.SIGKILL)))
-        elif (w.rank, w.step) == (0, 10):
-            until(came.exists)
-        return batch
 
 
 def train(strategy, awaited, **where):
     return mh.train("digits", struck(strategy, awaited), workers=2, spares=1, epochs=20, **where)
-
-
-def steps_by_rank(result):
-    ranks = [line["rank"] for line in result.records if "loss" in line]
-    return {rank: ranks.count(rank) for rank in sorted(set(ranks))}
 
 
 @pytest.mark.timeout(60)
@@ -60,8 +28,8 @@ def steps_by_rank(result):
 )
 def test_a_spare_takes_the_place_of_a_lost_worker(method, where, tmp_path, quickly):
     result = train(METHODS[method](), Awaited(tmp_path), **where)
-    assert result.lost == [(1, "it was killed by SIGKILL")]
-    assert steps_by_rank(result)[SPARE] > 10
+    assert result.lost == [(1, KILLED)]
+    assert taken_by(result)[SPARE] > 10
     assert result.samples >= (result.steps * 2 - 6) * 32, "all but what the lost one had begun, and not told yet"
     assert result.test_accuracy > 0.93
 
@@ -72,7 +40,7 @@ def test_a_spare_comes_when_it_is_called(link, tmp_path, quickly):
     servers = 1 if link == "tcp" else 0
     result = train(mh.ssp(), Awaited(tmp_path, os.getpid()), link=link, servers=servers)
     assert result.lost == []
-    assert steps_by_rank(result)[SPARE] > 10
+    assert taken_by(result)[SPARE] > 10
     assert result.samples == result.steps * 2 * 32
     assert result.test_accuracy > 0.93
 
@@ -80,4 +48,4 @@ def test_a_spare_comes_when_it_is_called(link, tmp_path, quickly):
 @pytest.mark.timeout(60)
 def test_a_spare_that_is_not_needed_is_not_started(quickly):
     result = mh.train("digits", mh.ssp(), workers=2, spares=1, epochs=2)
-    assert sorted(steps_by_rank(result)) == [0, 1]
+    assert sorted(taken_by(result)) == [0, 1]

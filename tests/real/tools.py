@@ -151,6 +151,35 @@ def _exit(*_):
     sys.exit(0)
 
 
+# -- newcomers ---------------------------------------------------------------------------------------
+
+SPARE = 2
+"""The rank of the only spare of two workers."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """In step 10 rank 0 waits until a spare takes part, so that no test depends on how long that takes.
+
+    Args:
+        folder: where the spare leaves word.
+        launcher: the process to be asked for it in step 5; if 0, rank 1 is killed in that step.
+    """
+
+    folder: Path
+    launcher: int = 0
+
+    def __call__(self, w, batch):
+        came = self.folder / "came"
+        if w.rank == SPARE:
+            came.touch()
+        elif (w.rank, w.step) == (1, 5):
+            os.kill(*((self.launcher, signal.SIGUSR1) if self.launcher else (os.getpid(), signal.SIGKILL)))
+        elif (w.rank, w.step) == (0, 10):
+            until(came.exists)
+        return batch
+
+
 # -- what came of it -----------------------------------------------------------------------------------
 
 KILLED = "it was killed by SIGKILL"

@@ -51,7 +51,7 @@ def test_samples_are_the_same_each_time_and_differ_by_seed():
 
 def test_features_speak_for_the_label_and_few_are_frequent():
     v, _, y = samples(2000)
-    assert 0 <= v.min() and v.max() < FEATURES
+    assert v.min() >= 0 and v.max() < FEATURES
     assert 0.45 < y.mean() < 0.55
     assert abs(((v % 2) == y.unsqueeze(1)).float().mean() - AGREES) < 0.01
     assert abs((v < FEATURES / 4).float().mean() - 0.5) < 0.01, "half of those present are of the first quarter"

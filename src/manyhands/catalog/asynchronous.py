@@ -85,7 +85,7 @@ def ad_psgd(
     The mean of all x is what is evaluated and saved. A peer answers also while it computes. A lost worker
     is not chosen any more.
 
-    Reference: X. Lian et al., Asynchronous decentralized parallel SGD, 2018, arXiv:1710.06952
+    Reference: X. Lian et al., Asynchronous decentralized parallel stochastic gradient descent, 2018, arXiv:1710.06952
     Loops: strategies/pairwise.py Pairwise.step; strategies/pairwise.py Pairwise.communicate;
         topology/peers/exchanges.py Pairing
 
@@ -110,7 +110,8 @@ def hogwild(lr: float = 0.05, rule: Rule | None = None) -> SharedMemory:
     the rows a mini-batch has used. A model that knows these itself, as that of the task sparse, is let write them. All
     workers must be on one host. A lost worker is not missed.
 
-    Reference: F. Niu, B. Recht, C. Re, S. Wright, Hogwild!: a lock-free approach to parallelizing SGD, 2011
+    Reference: F. Niu, B. Recht, C. Re, S. Wright, Hogwild!: a lock-free approach to parallelizing stochastic gradient
+        descent, 2011
     Loops: strategies/shared_memory.py SharedMemory.step; strategies/shared_memory.py SharedMemory.write;
         strategies/shared_memory.py SharedMemory.descend
 

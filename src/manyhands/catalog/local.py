@@ -118,7 +118,7 @@ def weighted_averaging(
 
     With equal weights it is model averaging. A round takes as long as its slowest worker; a lost worker ends the run.
 
-    Reference: J. Hermans, On scalable deep learning and parallelizing gradient descent, 2017
+    Reference: J. Hermans, On scalable deep learning and parallelizing gradient descent (thesis), 2017
     Loops: strategies/local_steps.py LocalSteps.step; strategies/local_steps.py LocalSteps.combine;
         topology/averages.py average
 

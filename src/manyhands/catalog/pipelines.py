@@ -22,7 +22,8 @@ def gpipe(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> 
     Equal to SGD on one machine, for any M. The stages idle (K-1)/(M+K-1) of the time. A lost worker ends
     the run.
 
-    Reference: Y. Huang et al., GPipe: efficient training of giant neural networks, 2019, arXiv:1811.06965
+    Reference: Y. Huang et al., GPipe: efficient training of giant neural networks using pipeline parallelism, 2019,
+        arXiv:1811.06965
     Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act;
         splits/schedules/gpipe.py gpipe
 

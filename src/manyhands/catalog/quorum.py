@@ -176,8 +176,8 @@ def softsync(
     once there are fewer than c, so many gradients make an update. If the shards are its own (not on one host, and no
     servers), the run ends.
 
-    Reference: S. Gupta, W. Zhang, J. Milthorpe, Model accuracy and runtime tradeoff in distributed deep learning:
-        a systematic study, 2016, arXiv:1509.04210
+    Reference: S. Gupta, W. Zhang, F. Wang, Model accuracy and runtime tradeoff in distributed deep learning: a
+        systematic study, 2016, arXiv:1509.04210
     Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
         topology/servers/shard.py Shard.push; consistency/quorum.py Quorum; rules/delay.py StalenessAware
 

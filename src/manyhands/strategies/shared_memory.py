@@ -12,7 +12,7 @@ samples have nothing in common then do not meet at all. Only plain SGD and Adagr
 fades, or that decays, every update moves all rows, so there sparse gradients are made dense. A rule's memory is each
 worker's own.
 
-A model that knows by itself which weights a mini-batch touches (`Descends`) is let write them, if the rule is plain SGD:
+A model that knows which weights a mini-batch touches (`Descends`) writes them itself, if the rule is plain SGD:
 
     read w_v for v in the support, compute g_v          others write meanwhile
     w_v <- w_v - eta g_v, sample by sample              one update per mini-batch, but others may see half of it
