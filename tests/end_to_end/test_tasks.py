@@ -102,7 +102,7 @@ SPARSE = {"bsp": mh.bsp, "ssp": mh.ssp, "hogwild": mh.hogwild, "hogbatch": mh.ho
 def test_a_million_features_speak_for_a_label(method):
     result = mh.train("sparse", SPARSE[method](lr=0.5), cluster=mh.Cluster(workers=2), steps=200)
     assert losses(result)[0] == pytest.approx(0.6931, abs=1e-4), "at first nobody has an opinion"
-    assert result.final_loss < 0.6
+    assert result.final_loss < 0.66
     assert result.test_accuracy > 0.7
 
 

@@ -97,7 +97,7 @@ def test_a_model_that_writes_its_own_steps_does_so_in_both_worlds(quickly):
     """Alone to the last bit; two of them meet in memory as it happens, and learn."""
     alone, twin = (mh.train("sparse", mh.hogwild(), steps=40, **where) for where in ({"workers": 1}, VIRTUALLY_ALONE))
     assert alone.weights_sha256 == twin.weights_sha256
-    assert mh.train("sparse", mh.hogwild(lr=0.5), workers=2, epochs=2).test_accuracy >= 0.8
+    assert mh.train("sparse", mh.hogwild(lr=0.5), workers=2, epochs=2).test_accuracy >= 0.75
 
 
 def test_who_shares_memory_cannot_be_apart():
