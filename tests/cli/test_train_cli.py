@@ -188,6 +188,13 @@ def test_the_same_seed_gives_the_same_weights(manyhands):
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_a_spring_in_half_precision_sends_half_as_much(manyhands):
+    words = ("train", "easgd", *SHORT, "--asynchronous", "--servers", 1, "--json")
+    raw, half = (json.loads(manyhands(*words, *more).stdout)["bytes_sent"] for more in ((), ("--codec", "half")))
+    assert 0.5 * raw <= half < 0.6 * raw
+    assert refused(manyhands("train", "easgd", *SHORT, "--codec", "half"), "must be Raw() unless asynchronous")
+
+
 def test_the_command_line_wins_over_the_cluster_file(manyhands, tmp_path):
     (tmp_path / "cluster.toml").write_text('workers = 3\nservers = 2\nbandwidth = "1Gbit"\n')
     words = ("train", "ssp", "--cluster", "cluster.toml", "--steps", 4, "--json")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from manyhands.codecs import Feedback, Half, Raw, TopK
+from manyhands.core.protocols import Rounds
 
 PLAIN = {
     "raw": Raw(),
@@ -43,6 +44,17 @@ def test_decoded_fills_a_vector_like_the_input(codec, dtype, numel):
     assert out.isfinite().all()
     assert ((out - x).abs() <= x.abs()).all(), "a codec may forget a number, not make one up"
     assert out.any() or numel == 0
+
+
+@dtypes
+@pytest.mark.parametrize("name", CODECS)
+def test_whoever_rounds_sends_every_number_and_forgets_none(name, dtype):
+    codec, (x,) = CODECS[name], vectors(1, 1003, dtype)
+    assert isinstance(codec, Rounds) is (name in ("raw", "fp16", "bf16"))
+    if isinstance(codec, Rounds):
+        off = (decoded(codec, codec.encode(x, codec.memory(x)), x) - x).abs() / x.abs()
+        assert codec.memory(x) is None
+        assert codec.rounding(dtype) / 2 <= off.max() <= codec.rounding(dtype), "the bound is kept, and is one"
 
 
 @codecs

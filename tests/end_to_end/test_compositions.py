@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.codecs import Feedback, TopK
+from manyhands.codecs import Feedback, Half, TopK
 from manyhands.rules import Adam, DelayCompensation, Sgd, Torch, chain
 from manyhands.strategies.local_steps import LocalSteps
 from manyhands.strategies.server import Server
@@ -76,6 +76,34 @@ def test_the_same_among_processes():
     assert result.max_lag <= 2
     raw = workers * steps * 2 * sum(x.nbytes for x in result.weights.values())
     assert result.bytes < 0.6 * raw, "weights come whole, gradients do not go whole"
+
+
+# -- a spring, on each worker's own clock, in half precision ----------------------------------------
+
+
+def test_asynchronous_easgd_in_half_precision():
+    result, raw = (train(mh.easgd(asynchronous=True, codec=codec), servers=2) for codec in (Half(), None))
+    assert learns(result)
+    exchanges = 60 * UNEVEN["workers"]
+    assert raw.bytes - result.bytes == exchanges * PARAMETERS * 2 * 2, "two bytes less up, and two less down"
+    assert result.weights_sha256 != raw.weights_sha256, "it is rounded"
+
+
+@pytest.mark.parametrize("place", [{"hosts": 1}, {}, {"hosts": 2}], ids=str)
+@pytest.mark.parametrize("rule", [Sgd(0.05), Adam(0.01), Torch("RMSprop", lr=0.01)], ids=repr)
+def test_it_learns_wherever_the_centre_is_and_with_any_local_rule(rule, place):
+    assert learns(train(mh.eamsgd(rule=rule, momentum=0.5, asynchronous=True, codec=Half("bf16")), **place))
+
+
+def test_half_precision_among_processes():
+    sent = {}
+    for codec in (Half(), None):
+        result = mh.train("digits", mh.easgd(asynchronous=True, codec=codec), workers=2, servers=1, steps=40)
+        told = losses(result)
+        assert mean(told[-10:]) < mean(told[:10])
+        sent[codec] = result.bytes
+    once = sum(x.nbytes for x in result.weights.values())
+    assert sent[None] - sent[Half()] == 2 * 40 * once, "all but the outcome is half as large"
 
 
 # -- rounds between hosts -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import pytest
 
 import manyhands as mh
+from manyhands.codecs import Half
 from manyhands.tasks import load
 
 from .small import METHODS
@@ -21,6 +22,12 @@ def test_digits_are_learned_within_forty_passes(digits, method):
     replicas = 1 if method in ("gpipe", "pipedream") else 4
     passes = result.samples / len(digits.data)
     assert 40 - 32 * replicas / len(digits.data) < passes <= 40, "one step more would be too many"
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_a_spring_in_half_precision_will_do(digits, kind):
+    result = mh.train(digits, mh.easgd(asynchronous=True, codec=Half(kind)), cluster=mh.Cluster(workers=4), epochs=20)
+    assert result.test_accuracy >= 0.93, f"{kind} reached only {result.test_accuracy:.3f}"
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands import rules
+from manyhands.codecs import Feedback, Half, TopK
 from manyhands.tasks import load
 
 from .small import METHODS, SERVED, model, steps_of, task
@@ -43,11 +44,15 @@ def cluster(**settings):
 
 # -- knobs ------------------------------------------------------------------------------------------
 
+HALF, TOP = Half(), TopK(0.1)
 KNOBS = [
     (make(mh.ssp, staleness=-1), "staleness is -1, but must be >= 0"),
     (make(mh.easgd, center_rate=1.5), "center_rate is 1.5, but must be 0 to 1"),
     (make(mh.easgd, moving_rate=-0.1), "moving_rate is -0.1, but must be 0 to 1"),
     (make(mh.easgd, period=0), "period is 0, but must be >= 1"),
+    (make(mh.easgd, codec=HALF), f"codec is {HALF}, but must be Raw() unless asynchronous: a collective sums numbers"),
+    (make(mh.eamsgd, codec=TOP, asynchronous=True), f"codec is {TOP}, but must be one that sends every number"),
+    (make(mh.easgd, codec=Feedback(HALF), asynchronous=True), f"codec is {Feedback(HALF)}, but must be one that sends"),
     (make(mh.downpour, n_fetch=0), "fetch_every is 0, but must be >= 1"),
     (make(mh.downpour, n_push=-2), "push_every is -2, but must be >= 1"),
     (make(mh.downpour, phase="middle"), "phase is 'middle', but must be 'start' or 'end'"),

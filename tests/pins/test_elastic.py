@@ -5,6 +5,7 @@ import torch
 from toys import number, parabolas, probed, toy_t
 
 import manyhands as mh
+from manyhands.codecs import Half, Raw
 from manyhands.rules import Nesterov
 from manyhands.splits.data import Share
 
@@ -37,6 +38,67 @@ def test_asynchronous_by_turns(events, where):
     got = ends(toy_t(), elastic, cluster=mh.Cluster(workers=2, order=[0, 1, 0, 1][:events], **where))
     assert got == pytest.approx(ASYNCHRONOUS[events - 1], abs=1e-9)
     assert got[:2] != pytest.approx(GRADIENT_AFTER_THE_MOVE, abs=1e-6)
+
+
+# -- with a codec -------------------------------------------------------------------------------------
+
+# By hand: 0.1 travels as 1638 / 2^14, a tenth of that comes back as 1310 / 2^17; 0.6 travels as 1229 / 2^11, and a tenth
+# of its distance to 1310 / 2^17 comes back as 1934 / 2^15.
+E1, E2 = 1310 / 2**17, 1934 / 2**15
+IN_FP16 = [(0.1, 0, 0), (0.1, 0.6, 0), (0.19 - E1, 0.6, E1), (0.19 - E1, 1.08 - E2, E1 + E2)]
+
+
+@pytest.mark.parametrize("where", [{"servers": 1}, {}, {"hosts": 1}], ids=["server", "co-located", "shared"])
+@pytest.mark.parametrize("events", [1, 2, 3, 4])
+def test_both_sides_move_by_what_was_sent(events, where):
+    elastic = mh.easgd(lr=0.1, moving_rate=0.1, asynchronous=True, codec=Half())
+    got = ends(toy_t(), elastic, cluster=mh.Cluster(workers=2, order=[0, 1, 0, 1][:events], **where))
+    assert got == pytest.approx(IN_FP16[events - 1], abs=1e-14)
+    assert events < 3 or got != pytest.approx(ASYNCHRONOUS[events - 1], abs=1e-6)
+
+
+@pytest.mark.parametrize("codec", [Raw(), Half(), Half("bf16")], ids=repr)
+def test_what_the_centre_gains_its_workers_lose_whatever_is_rounded(codec):
+    """No gradient at all: there is nothing but the spring."""
+    xs = [1 / 3, 500 / 7, -2e-5]
+    elastic = mh.easgd(moving_rate=0.3, asynchronous=True, codec=codec)
+    probed(elastic, setup=lambda s, w: w.flat.parts[0].weights.fill_(xs[w.rank]))
+    *found, c = ends(parabolas((0, 0), (0, 0), (0, 0)), elastic, cluster=mh.Cluster(workers=3, servers=1), steps=5)
+    assert sum(found) + c == pytest.approx(sum(xs), rel=1e-14)
+    assert 1 < c < 500 / 7
+
+
+PLACES = [{"servers": 1}, {"servers": 2}, {}, {"hosts": 2}, {"hosts": 1}]
+
+
+@pytest.mark.parametrize("codec", [Raw(), Half(), Half("bf16")], ids=repr)
+@pytest.mark.parametrize("method", [mh.easgd, mh.eamsgd])
+def test_wherever_the_centre_is_the_numbers_are_the_same(method, codec):
+    """All begin at 0, which is sent as it is: before the first turn it does not matter who comes first."""
+    task, order = parabolas((1, 1), (2, 3), (0.7, 2.2), copies=6), [0, 1, 2, 2, 1, 0, 0, 0, 1, 2]
+    clusters = [mh.Cluster(workers=3, order=order, **where) for where in PLACES]
+    runs = [mh.train(task, method(lr=0.1, asynchronous=True, codec=codec), cluster=one) for one in clusters]
+    assert len({run.weights_sha256 for run in runs}) == 1
+
+
+def test_the_codecs_are_not_the_same(digits64):
+    cluster = mh.Cluster(workers=2, order=[0, 1, 0, 1])
+    methods = [mh.easgd(lr=0.1, asynchronous=True, codec=codec) for codec in (None, Raw(), Half(), Half("bf16"))]
+    raw, also_raw, *others = [mh.train(digits64, method, cluster=cluster).weights_sha256 for method in methods]
+    assert raw == also_raw and len({raw, *others}) == 3
+
+
+def test_half_of_the_bytes_travel_also_of_a_model_of_sizes():
+    exchanges, parameters = 3 * 2, 138_357_544
+    raw, half = (
+        mh.train("vgg16", mh.easgd(asynchronous=True, codec=codec), cluster=mh.Cluster(workers=2, servers=1), steps=3)
+        for codec in (Raw(), Half())
+    )
+    assert raw.bytes - half.bytes == exchanges * parameters * 2 * 2
+    assert half.seconds < raw.seconds
+
+
+# -- the spring alone ---------------------------------------------------------------------------------
 
 
 def pull_only(center_rate, moving_rate):

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import manyhands as mh
+from manyhands.codecs import Half
 
 from .tools import Strike, small, struck, together
 
@@ -19,6 +20,7 @@ METHODS = {
     "ssp": mh.ssp,
     "downpour": mh.downpour,
     "easgd": mh.easgd,
+    "easgd in fp16": functools.partial(mh.easgd, asynchronous=True, codec=Half()),
     "ad_psgd": mh.ad_psgd,
     "d_psgd": mh.d_psgd,
     "gossip": mh.gossip,
@@ -57,6 +59,15 @@ def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, qui
 def test_three_workers_sum_in_the_order_of_their_place(link, hosts, quickly):
     real = mh.train("digits", mh.bsp(), workers=3, link=link, steps=STEPS)
     assert real.weights_sha256 == virtual("bsp", 3, hosts)
+
+
+@LINKS
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_lone_worker_meets_the_same_centre_in_both_worlds(servers, link, quickly):
+    elastic = METHODS["easgd in fp16"]
+    real = mh.train("digits", elastic(), workers=1, servers=servers, link=link, steps=STEPS)
+    virtual = mh.train("digits", elastic(), cluster=mh.Cluster(workers=1, servers=servers), steps=STEPS)
+    assert real.weights_sha256 == virtual.weights_sha256
 
 
 # -- several jobs at once -----------------------------------------------------------------------------

@@ -198,8 +198,8 @@ def elastic_moves(faults=()):
         else:
             lanes = connect(w, "size", Free(), Sgd(1.0), Raw(), copies=2)
             for turn, lane in product(range(10), lanes):
-                xs = [torch.full((span.numel,), turn + 1.0, dtype=torch.float64) for span in lane.spans]
-                moves.extend(e.tolist() for e in lane.exchange(xs, 0.3))
+                xs = [(torch.full((span.numel,), turn + 1.0, dtype=torch.float64),) for span in lane.spans]
+                moves.extend(e.tolist() for (e,) in lane.exchange(xs, 0.3))
             for lane in lanes:
                 lane.done()
         t.leave()

@@ -159,14 +159,20 @@ def test_kept_gradients_are_read_from_shared_memory_without_a_copy():
 
 
 @KIND
-def test_the_elastic_move_is_alpha_times_the_gap_and_the_weights_follow(kind):
-    shard = shard_of(kind, Free(), Sgd(0.1), Raw())
-    before, xs = [h.weights.clone() for h in shard.holdings], gradient(3)
-    moves = shard.exchange(xs, 0.3)
-    for e, x, w, h in zip(moves, xs, before, shard.holdings, strict=True):
-        assert torch.equal(e, 0.3 * (x - w))
-        assert torch.equal(h.weights, w + e)
-    assert all(torch.equal(x, y) for x, y in zip(xs, gradient(3), strict=True))
+@pytest.mark.parametrize("codec", [Raw(), Half(), Half("bf16")], ids=repr)
+def test_the_elastic_move_is_alpha_times_the_gap_and_the_weights_follow(kind, codec):
+    shard = shard_of(kind, Free(), Sgd(0.1), codec)
+    before, payload = weights_of(shard), encoded(codec, gradient(3))
+    moves = shard.exchange(payload, 0.3)
+    gap = decoded(codec, gradient(3)) - before
+    told = torch.empty_like(before)
+    for tensors, (_, start, stop) in zip(moves, SPANS, strict=True):
+        assert sum(x.nbytes for x in tensors) == codec.nbytes(stop - start, before.dtype)
+        codec.decode(tensors, told[start:stop])
+    assert torch.equal(told, decoded(codec, [0.3 * gap]))
+    assert torch.equal(weights_of(shard), before + told), "by what is told, not by what was meant"
+    again = encoded(codec, gradient(3))
+    assert all(torch.equal(x, y) for p, q in zip(payload, again, strict=True) for x, y in zip(p, q, strict=True))
 
 
 @KIND

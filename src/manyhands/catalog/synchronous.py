@@ -120,18 +120,21 @@ def easgd(
     asynchronous: bool = False,
     rule: Rule | None = None,
     shard: Literal["size", "layer"] = "size",
+    codec: Codec | None = None,
 ) -> Elastic:
     """Elastic averaging SGD: workers explore on their own, tied to a common centre by a spring.
 
     split: data. when: every period steps, together or each on its own clock. who: a collective, or shards
-    of the centre when asynchronous. what: raw. how: the elastic move beside any local rule.
+    of the centre when asynchronous. what: raw; asynchronous, any codec that only rounds. how: the elastic move
+    beside any local rule.
 
         e_k = alpha (x_k - c)
         x_k <- x_k - eta g_k(x_k) - e_k        the gradient is taken before the elastic move
         c   <- c + sum_k e_k                   asynchronous: c <- c + e_k, one worker at a time
 
-    The centre c is what is evaluated and saved. Synchronous, a lost worker ends the run; asynchronous, the
-    others go on, if the centre is not with it: on one host, or with servers.
+    With a codec x_k is encoded on its way to the centre and e_k on its way back, and both sides move by what e_k has
+    become: what the centre gains the worker loses. The centre c is what is evaluated and saved. Synchronous, a lost
+    worker ends the run; asynchronous, the others go on, if the centre is not with it: on one host, or with servers.
 
     Reference: S. Zhang, A. Choromanska, Y. LeCun, Deep learning with elastic averaging SGD, 2015, arXiv:1412.6651
     Loops: strategies/elastic.py Elastic.step; topology/servers/shard.py Shard.exchange
@@ -144,8 +147,9 @@ def easgd(
         asynchronous: every worker meets the centre on its own clock.
         rule: how a worker applies its own gradient, instead of SGD with lr.
         shard: how the centre is cut over servers when asynchronous.
+        codec: what x and e look like on the wire when asynchronous: half(), half("bf16"); raw if not given.
     """
-    return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard)
+    return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard, codec=codec or Raw())
 
 
 def eamsgd(
@@ -157,18 +161,21 @@ def eamsgd(
     asynchronous: bool = False,
     rule: Rule | None = None,
     shard: Literal["size", "layer"] = "size",
+    codec: Codec | None = None,
 ) -> Elastic:
     """Elastic averaging with momentum: like easgd, but a worker's own moves have inertia; the spring has none.
 
     split: data. when: every period steps, together or each on its own clock. who: a collective, or shards
-    of the centre when asynchronous. what: raw. how: the elastic move beside Nesterov momentum on any local rule.
+    of the centre when asynchronous. what: raw; asynchronous, any codec that only rounds. how: the elastic move
+    beside Nesterov momentum on any local rule.
 
         e_k = alpha (x_k - c)
         v_k <- delta v_k - eta g_k(x_k + delta v_k)
         x_k <- x_k + v_k - e_k;  c <- c + sum_k e_k (asynchronous: c + e_k, one worker at a time)
 
-    With delta = 0 it is easgd. The centre c is what is evaluated and saved. Synchronous, a lost worker ends the run;
-    asynchronous, the others go on, if the centre is not with it: on one host, or with servers.
+    With delta = 0 it is easgd; a codec does what it does there. The centre c is what is evaluated and saved.
+    Synchronous, a lost worker ends the run; asynchronous, the others go on, if the centre is not with it: on one host,
+    or with servers.
 
     Reference: S. Zhang, A. Choromanska, Y. LeCun, Deep learning with elastic averaging SGD, 2015, arXiv:1412.6651
     Loops: strategies/elastic.py Elastic.step; strategies/elastic.py Elastic.gradient;
@@ -183,8 +190,9 @@ def eamsgd(
         asynchronous: every worker meets the centre on its own clock.
         rule: how a worker applies its own gradient, instead of SGD with lr.
         shard: how the centre is cut over servers when asynchronous.
+        codec: what x and e look like on the wire when asynchronous: half(), half("bf16"); raw if not given.
     """
-    return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard, momentum)
+    return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard, momentum, codec or Raw())
 
 
 def adaptive_batch(lr: float = 0.3, factor: int = 2, most: int = 4, rule: Rule | None = None) -> GrowingBatch:

@@ -50,6 +50,10 @@ class Half:
         """Cast back."""
         out.copy_(payload[0])
 
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Half of the last digit."""
+        return torch.finfo(FORMATS[self.kind]).eps / 2
+
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Two per number."""
         return 2 * numel

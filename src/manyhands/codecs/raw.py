@@ -32,6 +32,10 @@ class Raw:
         """The vector as it lies in the payload: whoever only reads it needs no copy."""
         return payload[0]
 
+    def rounding(self, dtype: torch.dtype) -> float:
+        """Nothing changes."""
+        return 0.0
+
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """All of them."""
         return numel * dtype.itemsize

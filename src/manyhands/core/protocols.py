@@ -299,6 +299,17 @@ class Codec(Protocol):
         """How many bytes travel for a vector of this size."""
 
 
+@runtime_checkable
+class Rounds(Protocol):
+    """A codec that sends every number, if not all of its digits, and remembers nothing: it will do for weights too.
+
+    Of others only gradients, and sums of them, are what they were: what is left out of a vector is 0 to the receiver.
+    """
+
+    def rounding(self, dtype: torch.dtype) -> float:
+        """By which part of itself a number of this kind may change at most, if it is neither huge nor tiny."""
+
+
 Batch = tuple[Tensor, ...]
 Weights = Mapping[str, Tensor]
 

@@ -2,12 +2,19 @@
 
 split  data        when  every `period` steps; in lock step, or on each worker's own clock
 who    a collective (synchronous), parameter-server shards (asynchronous)
-what   raw         how   the elastic move beside any local Rule
+what   any Codec that Rounds (asynchronous), raw (synchronous)
+how    the elastic move beside any local Rule
 
     e_k = alpha (x_k - c)
     x_k <- x_k - eta g_k(x_k) - e_k          gradient at x_k BEFORE the elastic move
     c   <- c + sum_k e_k                     synchronous (beta = P alpha): Jacobi, all at time t
     c   <- c + e_k                           asynchronous: one exchange, c read fresh
+
+With a codec C (and D, which decodes) both ways of an exchange are encoded, and both sides move by the same number. So
+what the centre gains its worker loses, whatever is rounded: x_k + c is moved by gradients alone.
+
+    worker  C(x_k)  --------------------------------->  s = C(alpha (D(C(x_k)) - c));  c <- c + D(s)
+            e_k = D(s)  <-----------------------------  s
 
 With `momentum` delta a worker's own move has inertia, in Nesterov's first form; the spring has none:
 
@@ -19,7 +26,7 @@ The answer is the centre c.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -30,11 +37,15 @@ from manyhands.consistency import Free
 from manyhands.core.errors import refuse_unless
 from manyhands.core.gather import gather
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
+from manyhands.core.protocols import At, Batch, Codec, Rounds, Rule, Saved, Weights
 from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
 from manyhands.topology.servers import Sharding, check_servers, connect, read_outcome, serve
+from manyhands.topology.servers.inbox import encoded
+
+SUMMED = "a collective sums numbers as they are"
+PLACE = "x is where a worker is: what is left out would be taken for 0, and to send it later would be too late"
 
 
 @dataclass
@@ -49,6 +60,7 @@ class Elastic:
         asynchronous: each worker meets the centre on its own clock.
         shard: how the centre is cut over the shards (asynchronous).
         momentum: delta, what remains of a worker's last move.
+        codec: C, what x and e look like on the wire (asynchronous).
     """
 
     rule: Rule
@@ -58,6 +70,7 @@ class Elastic:
     asynchronous: bool = False
     shard: Sharding = "size"
     momentum: float = 0.0
+    codec: Codec = field(default_factory=Raw)
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -66,6 +79,10 @@ class Elastic:
         refuse_unless(0 <= alpha <= 1, "moving_rate", self.moving_rate, "0 to 1")
         refuse_unless(self.period >= 1, "period", self.period, ">= 1")
         refuse_unless(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
+        fits = self.asynchronous or self.codec == Raw()
+        refuse_unless(fits, "codec", self.codec, f"{Raw()} unless asynchronous: {SUMMED}")
+        rounds = isinstance(self.codec, Rounds)
+        refuse_unless(rounds, "codec", self.codec, f"one that sends every number, such as half(): {PLACE}")
         self.lockstep = not self.asynchronous
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
@@ -79,7 +96,7 @@ class Elastic:
         self.velocity = [torch.zeros_like(part.weights) for part in w.flat.parts] if self.momentum else []
         self.alpha = self.center_rate / len(w.workers) if self.moving_rate is None else self.moving_rate
         if self.asynchronous:
-            self.lanes = connect(w, self.shard, Free(), self.rule, Raw())
+            self.lanes = connect(w, self.shard, Free(), self.rule, self.codec)
         else:
             self.center = [part.weights.clone() for part in w.flat.parts]
             self.sum = all_reducer("auto", w.transport, w.workers)
@@ -122,13 +139,15 @@ class Elastic:
         return moves
 
     def exchange(self, w: Worker) -> list[Tensor]:
-        """Asynchronous: send x to every shard of the centre, get the move e back."""
+        """Asynchronous: send x to every shard of the centre, get the move e back, both encoded."""
         moves = [torch.zeros_like(part.weights) for part in w.flat.parts]
+        if self.codec != Raw():
+            w.move(sum(e.nbytes for e in moves))
         for lane in self.lanes:
-            xs = [w.flat.weights(span) for span in lane.spans]
-            for (part, start, stop), e in zip(lane.spans, lane.exchange(xs, self.alpha), strict=True):
-                if not e.is_meta:
-                    moves[part][start:stop] = e
+            payload = [encoded(self.codec, w.flat.weights(span)) for span in lane.spans]
+            for (part, start, stop), told in zip(lane.spans, lane.exchange(payload, self.alpha), strict=True):
+                if not moves[part].is_meta:
+                    self.codec.decode(told, moves[part][start:stop])
         return moves
 
     @torch.no_grad()
@@ -153,7 +172,7 @@ class Elastic:
     def serve(self, w: Worker) -> None:
         """Keep a shard of the centre."""
         if self.asynchronous:
-            serve(w, self.shard, Free(), self.rule, Raw())
+            serve(w, self.shard, Free(), self.rule, self.codec)
 
     def answer(self, w: Worker) -> Weights | None:
         """The centre."""

@@ -37,7 +37,7 @@ from manyhands.core.saving import add, collect, inherited, join, named, section,
 from manyhands.core.worker import Worker
 from manyhands.strategies.warm_start import WarmStart
 from manyhands.topology.servers import Lane, Sharding, Tree, check_servers, connect, read_outcome, serve, waves
-from manyhands.topology.servers.inbox import Payload
+from manyhands.topology.servers.inbox import Payload, encoded
 
 
 def among(when: Consistency, workers: int) -> Consistency:
@@ -219,10 +219,8 @@ class Server:
         nbytes, raw = self.codec.nbytes(span.numel, grad.dtype), span.numel * grad.element_size()
         if nbytes != raw:
             w.move(raw)
-        if grad.is_meta:
-            return (torch.empty(nbytes, dtype=torch.uint8, device="meta"),)
         memory = self.memory[part]
-        return self.codec.encode(grad[start:stop], None if memory is None else memory[start:stop])
+        return encoded(self.codec, grad[start:stop], None if memory is None else memory[start:stop])
 
     def finish(self, w: Worker) -> None:
         """Push what is left, say good-bye to every shard."""

@@ -19,8 +19,37 @@ Payload = Sequence[Sequence[Tensor]]
 """An encoded gradient: for every span of a shard what its codec made of it."""
 
 
+@runtime_checkable
+class Plain(Protocol):
+    """A codec whose payload holds the vector as it is."""
+
+    def plain(self, payload: Sequence[Tensor]) -> Tensor:
+        """The vector, to be read only."""
+
+
+def encoded(codec: Codec, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What travels instead of a vector; of a model of sizes only that many bytes."""
+    if x.is_meta:
+        return (torch.empty(codec.nbytes(x.numel(), x.dtype), dtype=torch.uint8, device="meta"),)
+    return codec.encode(x, memory)
+
+
+def decoded(codec: Codec, payload: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The vector that a payload stands for, to be read only: it may lie in the payload."""
+    if like.is_meta:
+        return like
+    if isinstance(codec, Plain):
+        return codec.plain(payload)
+    out = torch.empty_like(like)
+    codec.decode(payload, out)
+    return out
+
+
 class Inbox(Protocol):
     """Where pushed gradients are until they are applied: each in a slot."""
+
+    codec: Codec
+    """What everything that comes to the shard is encoded with."""
 
     def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Take in what was pushed."""
@@ -71,7 +100,7 @@ class Kept:
     """
 
     def __init__(self, codec: Codec, weights: Sequence[Tensor]) -> None:
-        self._codec = codec
+        self.codec = codec
         self._like = weights
         self._kept: dict[int, list[Tensor]] = {}
         self._untouched: dict[int, frozenset[int]] = {}
@@ -82,7 +111,7 @@ class Kept:
             self._kept[slot] = [torch.empty_like(x) for x in self._like]
         for tensors, out in zip(payload, self._kept[slot], strict=True):
             if not out.is_meta:
-                self._codec.decode(tensors, out)
+                self.codec.decode(tensors, out)
         self._untouched[slot] = frozenset(untouched)
         release()
 

@@ -35,8 +35,8 @@ class Lane(Protocol):
         Where that saves a copy, the weights may be read `into` memory whose next use is a pull.
         """
 
-    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
-        """The elastic move: how far the shard's weights came towards `xs`."""
+    def exchange(self, payload: Payload, alpha: float) -> Payload:
+        """The elastic move: hand over where this worker is, get how far the shard's weights came; both encoded."""
 
     def done(self) -> None:
         """This worker will not come again."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ from manyhands.topology.servers.shard import Shard
 
 ASK, DONE, FINAL = Tag("ask", carries="nothing"), Tag("done", carries="nothing"), Tag("final", carries="nothing")
 PUSH, WEIGHTS = Tag("push", carries="vectors"), Tag("weights", carries="floats")
-EXCHANGE, MOVED = Tag("exchange", carries="floats"), Tag("moved", carries="floats")
+EXCHANGE, MOVED = Tag("exchange", carries="vectors"), Tag("moved", carries="vectors")
 REST, JOIN, READY = Tag("rest", carries="nothing"), Tag("join", carries="nothing"), Tag("ready", carries="nothing")
 SAVE, STATE, RESTORE = Tag("save", carries="nothing"), Tag("state"), Tag("restore")
 LAST = Tag("last-weights", carries="floats")
@@ -65,18 +66,25 @@ class Pushed(NamedTuple):
 
     def regroup(self, tensors: Sequence[Tensor]) -> Payload:
         """A message's tensors, as one payload per span."""
-        groups, start = [], 0
-        for length in self.lengths:
-            groups.append(tensors[start : start + length])
-            start += length
-        return groups
+        return regroup(tensors, self.lengths)
+
+
+def lengths_of(payload: Payload) -> tuple[int, ...]:
+    """For every span how many tensors its payload has: what `regroup` must know."""
+    return tuple(len(tensors) for tensors in payload)
+
+
+def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Payload:
+    """A message's tensors, as one payload per span."""
+    stops = list(accumulate(lengths))
+    return [tensors[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
 
 
 class LentInbox:
     """Gradients stay in the messages that brought them until they are applied."""
 
     def __init__(self, codec: Codec) -> None:
-        self._codec = codec
+        self.codec = codec
         self._lent: dict[int, tuple[Payload, frozenset[int], Callable[[], None]]] = {}
 
     def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
@@ -85,7 +93,7 @@ class LentInbox:
 
     def write(self, slot: int, place: int, out: Tensor) -> None:
         """Decode straight from the message."""
-        self._codec.decode(self._lent[slot][0][place], out)
+        self.codec.decode(self._lent[slot][0][place], out)
 
     def take(self, slot: int) -> frozenset[int]:
         """Release the message."""
@@ -185,10 +193,7 @@ class Keeper:
             if shard.pull(i, *message.meta):
                 self._answer([i])
         elif tag == EXCHANGE:
-            self._w.move(2 * shard.nbytes)
-            moves = shard.exchange(message.tensors, message.meta[0])
-            message.release()
-            self._post.send(message.frm, MOVED, (), moves)
+            self._exchange(message)
         elif tag == DONE:
             self._answer(shard.leave(i))
         else:
@@ -200,6 +205,14 @@ class Keeper:
         payload, (seen, untouched, _, batches, terms) = pushed.regroup(message.tensors), pushed
         freed = self._shard.push(i, payload, seen, untouched, message.release, batches=batches, terms=terms)
         self._answer(freed)
+
+    def _exchange(self, message: Message) -> None:
+        """A worker has come to where the weights are to be pulled."""
+        self._w.move(self._shard.nbytes_of_exchange)
+        alpha, *lengths = message.meta
+        moves = self._shard.exchange(regroup(message.tensors, lengths), alpha)
+        message.release()
+        self._post.send(message.frm, MOVED, lengths_of(moves), tuple(chain(*moves)))
 
     def _handle_checkpoint(self, message: Message, i: int) -> None:
         shard, tag = self._shard, message.tag
@@ -285,14 +298,14 @@ class MessageLane:
         self.refused = bool(refused)
 
     def push(self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1) -> None:
-        lengths = tuple(len(tensors) for tensors in payload)
         seen = (self._first or self)._version  # who follows may have been read later, but judges as the first does
-        pushed = Pushed(seen, tuple(untouched), lengths, batches)
-        self._say(PUSH, pushed, [x for p in payload for x in p])
+        pushed = Pushed(seen, tuple(untouched), lengths_of(payload), batches)
+        self._say(PUSH, pushed, tuple(chain(*payload)))
 
-    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
-        self._post.send(self._keeper, EXCHANGE, (alpha,), xs)
-        return list(recv(self._post, MOVED, frm=self._keeper).keep())
+    def exchange(self, payload: Payload, alpha: float) -> Payload:
+        self._post.send(self._keeper, EXCHANGE, (alpha, *lengths_of(payload)), tuple(chain(*payload)))
+        message = recv(self._post, MOVED, frm=self._keeper)
+        return regroup(message.keep(), message.meta)
 
     def done(self) -> None:
         self._say(DONE)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -43,7 +43,18 @@ from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.protocols import Codec, Consistency, Message, Meta, Tag, recv
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.messages import ASK, DONE, JOIN, PUSH, READY, REST, WEIGHTS, MessageLane, Pushed
+from manyhands.topology.servers.messages import (
+    ASK,
+    DONE,
+    JOIN,
+    PUSH,
+    READY,
+    REST,
+    WEIGHTS,
+    MessageLane,
+    Pushed,
+    lengths_of,
+)
 
 INNER = {
     tag: Tag(f"group-{tag.name}", credit=64, carries=tag.carries)
@@ -229,9 +240,9 @@ class Branch:
             total.add(other)
         self._w.move(len(others) * self._nbytes)
         payload = [self._what.encode(g, None) for g in total.gradients]
-        lengths = tuple(len(tensors) for tensors in payload)
-        pushed = Pushed(total.seen, tuple(sorted(total.untouched)), lengths, total.batches, total.terms)
-        self._t.send(self._keeper, PUSH, pushed, [x for tensors in payload for x in tensors])
+        untouched = tuple(sorted(total.untouched))
+        pushed = Pushed(total.seen, untouched, lengths_of(payload), total.batches, total.terms)
+        self._t.send(self._keeper, PUSH, pushed, tuple(chain(*payload)))
         self._brought, self._held = set(self._held), {}
 
 

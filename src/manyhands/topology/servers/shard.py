@@ -3,7 +3,7 @@
     push(i, g)   accepted: pending <- pending + g;  if ready: w <- w + rule(mean or each), version += 1
     pull(i)      if admitted: read, else park until a push or a departure frees i
     follow(o)    if another shard decides: the next update is made of one gradient of each worker in o
-    exchange(x)  e = alpha (x - w);  w <- w + e;  e goes back        (the elastic move)
+    exchange(x)  e = alpha (x - w);  w <- w + e;  e goes back        (the elastic move; both are encoded)
 
 A gradient's staleness is the version it is applied to minus the version its worker had read, which comes with the
 push. For a rule that needs to know what a gradient was computed at, the weights each worker read last are kept: a
@@ -30,7 +30,7 @@ from manyhands.core.flat import Place
 from manyhands.core.holding import Holding, corrects
 from manyhands.core.protocols import At, Consistency, Picks, Saved
 from manyhands.core.saving import Piece, pieces, restore
-from manyhands.topology.servers.inbox import Lent, Lying, Payload, Sums
+from manyhands.topology.servers.inbox import Lent, Lying, Payload, Plain, Sums, decoded, encoded
 from manyhands.topology.servers.ledger import Ledger, Pending
 
 NOBODY: tuple[int, Sequence[Tensor]] = 0, ()
@@ -136,13 +136,24 @@ class Shard:
         return self.leave(i)
 
     @torch.no_grad()
-    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
-        """The elastic move: pull the weights towards `xs` and say by how much."""
-        moves = [(x - h.weights).mul_(alpha) for x, h in zip(xs, self.holdings, strict=True)]
-        for e, h in zip(moves, self.holdings, strict=True):
-            h.weights.add_(e)
+    def exchange(self, payload: Payload, alpha: float) -> Payload:
+        """The elastic move: pull the weights towards a worker's and say by how much.
+
+        They move by what the worker will make of the answer: what it gives up is what they gain, to the last digit.
+        """
+        codec = self._inbox.codec
+        moves: list[tuple[Tensor, ...]] = []
+        for tensors, h in zip(payload, self.holdings, strict=True):
+            e = (decoded(codec, tensors, h.weights) - h.weights).mul_(alpha)
+            moves.append(encoded(codec, e))
+            h.weights.add_(decoded(codec, moves[-1], e))
         self.ledger.version += 1
         return moves
+
+    @property
+    def nbytes_of_exchange(self) -> int:
+        """How many bytes that moves: the gap, the weights, and, if it has to be encoded, the answer."""
+        return (2 if isinstance(self._inbox.codec, Plain) else 3) * self.nbytes
 
     def _settle(self, slowest_moved: bool) -> list[int]:
         """Apply what is ready, then ask again for whoever that may have freed."""

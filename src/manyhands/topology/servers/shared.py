@@ -7,7 +7,7 @@ read yet is parked; whoever frees it sends a small message.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,20 +18,12 @@ from manyhands.core.holding import Allocate, Holding
 from manyhands.core.protocols import Codec, Consistency, Rule, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.inbox import Payload, pending_slots
+from manyhands.topology.servers.inbox import Payload, Plain, pending_slots
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.sharding import Shards
 
 WAKE = Tag("wake", credit=64, carries="nothing")
-
-
-@runtime_checkable
-class Plain(Protocol):
-    """A codec whose payload holds the vector as it is."""
-
-    def plain(self, payload: Sequence[Tensor]) -> Tensor:
-        """The vector, to be read only."""
 
 
 class SharedInbox:
@@ -41,7 +33,7 @@ class SharedInbox:
     """
 
     def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codec: Codec, slots: int) -> None:
-        self._codec = codec
+        self.codec = codec
         self._plain = codec.plain if isinstance(codec, Plain) else None
         self._mine: tuple[Payload, frozenset[int]] = ((), frozenset())
         self._keeps = slots > 0
@@ -59,7 +51,7 @@ class SharedInbox:
         self._mine = payload, frozenset(untouched)
         if self._keeps:
             for tensors, out in zip(payload, self._grads[slot], strict=True):
-                self._codec.decode(tensors, out)
+                self.codec.decode(tensors, out)
             self._skipped[slot].zero_()
             if untouched:
                 self._skipped[slot][list(untouched)] = 1
@@ -71,7 +63,7 @@ class SharedInbox:
         payload = self._mine[0][place]
         if self._plain is not None:
             return [self._plain(payload)]
-        self._codec.decode(payload, self._decoded[place])
+        self.codec.decode(payload, self._decoded[place])
         return [self._decoded[place]]
 
     def take(self, slot: int) -> frozenset[int]:
@@ -186,10 +178,10 @@ class SharedLane:
             self.refused, ledger.refused[self._me] = bool(ledger.refused[self._me]), 0
         self._wake_up(freed)
 
-    def exchange(self, xs: Sequence[Tensor], alpha: float) -> list[Tensor]:
+    def exchange(self, payload: Payload, alpha: float) -> Payload:
         with self._t.lock(self._name):
-            self._w.move(2 * self._shard.nbytes)
-            return self._shard.exchange(xs, alpha)
+            self._w.move(self._shard.nbytes_of_exchange)
+            return self._shard.exchange(payload, alpha)
 
     def done(self) -> None:
         with self._t.lock(self._name):
