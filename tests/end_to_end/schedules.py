@@ -15,13 +15,17 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands import catalog
-from manyhands.codecs import Feedback, Half, TopK
+from manyhands.codecs import Feedback, Half, Raw, TopK
 from manyhands.core.errors import Refused
 from manyhands.rules import Adam, Momentum, Sgd, Torch
 from manyhands.topology.peers import sides
+from manyhands.topology.servers import Tree
 
-SERVED = [*catalog.quorum.__all__, *catalog.delayed.__all__, "bsp_server", "downpour", "ssp"]
+SERVED = [*catalog.quorum.__all__, *catalog.delayed.__all__, "bsp_server", "downpour", "hierarchical_server", "ssp"]
 """Parameter servers."""
+BULK = ["bsp_server", "hierarchical_server"]
+GROUPED = ["bsp_server", "downpour", "hierarchical_server", "softsync", "ssp"]
+"""Those whose workers may come to the shards in groups."""
 ELASTIC = ["eamsgd", "easgd"]
 TOGETHER = [*catalog.local.__all__, "adaptive_batch", "bsp", "hybrid"]
 """All take every step, or every round, together."""
@@ -116,16 +120,24 @@ class Schedule:
         """The workers without whom the others go on, as the method's docstring has it."""
         if self.method in (*PEERS, *SHARED):
             return set(range(self.workers))
-        asynchronous = (self.method in SERVED and self.method != "bsp_server") or self.knobs.get("asynchronous")
+        asynchronous = (self.method in SERVED and self.method not in BULK) or self.knobs.get("asynchronous")
         if not asynchronous and self.method != "sandblaster":
             return set()
-        return set(range(self.workers)) - self._keepers - ({0} if self.method == "sandblaster" else set())
+        vital = {0} if self.method == "sandblaster" else set(self.relays)
+        return set(range(self.workers)) - self._keepers - vital
+
+    @property
+    def relays(self):
+        """The workers through whom their groups come to the shards."""
+        groups = self.knobs.get("groups", 0)
+        return Tree(groups, Raw()).relays(range(self.workers)) if groups else []
 
     @property
     def _keepers(self):
         """The workers that keep a shard."""
         rule = self.knobs.get("rule", Sgd(1))
-        if self.cluster.servers or (len(set(self.cluster.placement())) == 1 and "owner" not in rule.needs):
+        in_memory = len(set(self.cluster.placement())) == 1 and "owner" not in rule.needs and not self.relays
+        if self.cluster.servers or in_memory:
             return set()
         by_layer = self.knobs.get("shard") == "layer" or not rule.elementwise
         return set(range(min(self.workers, LAYERS if by_layer else LAYERS * WIDTH)))
@@ -205,6 +217,10 @@ def _knobs(method, chance, workers, lr):
         own["shard"] = chance.choice(["size", "size", "layer"])
     if method in SERVED and chance.random() < 0.4:
         own["codec"] = chance.choice([Feedback(TopK(0.5)), Feedback(TopK(0.1)), Feedback(Half())])
+    if own.get("asynchronous") and chance.random() < 0.4:
+        own["codec"] = Half(chance.choice(["fp16", "bf16"]))
+    if method == "hierarchical_server" or (method in GROUPED and not own.get("cache") and chance.random() < 0.4):
+        own["groups"] = chance.randint(2, workers)
     return own
 
 
@@ -268,6 +284,7 @@ OWN_KNOBS = {
     "eamsgd": _elastic(momentum=[0.0, 0.5]),
     "easgd": _elastic(),
     "gossip": _any(mode=["push", "pull", "pairwise"], period=[1, 1, 2]),
+    "hierarchical_server": _any(),
     "hogbatch": _any(),
     "hogwild": _any(),
     "hybrid": _any(threshold=[0.5]),

@@ -2,11 +2,14 @@
 
     gradient (rank, step) -> push (rank, number) -> pending in a slot of a shard -> part of an update, or refused
 
+If workers come in groups, several pushes become one at a relay, and lie in that slot together.
+
 Nothing is changed but one thing: a run that goes on for very many events is ended, since it would go on for ever.
 """
 
 from collections import Counter, defaultdict
 from functools import wraps
+from itertools import chain
 
 import torch
 
@@ -17,6 +20,7 @@ from manyhands.strategies.local_steps import LocalSteps
 from manyhands.strategies.server import Server
 from manyhands.topology.keeping import Keeper
 from manyhands.topology.servers.ledger import Ledger
+from manyhands.topology.servers.relay import Branch
 from manyhands.topology.servers.shard import Shard
 from manyhands.virtual.kernel import Kernel
 
@@ -38,11 +42,12 @@ class Witness:
             *[(Server, "finish"), (Shard, "push"), (Shard, "pull"), (Shard, "_settle"), (Shard, "_update")],
             *[(Shard, "_drop_outdated"), (Ledger, "add_pending"), (Elastic, "finish"), (LocalSteps, "combine")],
             *[(Coordinator, "_improve"), (Keeper, "_close")],
+            *[(Branch, "__init__"), (Branch, "push"), (Branch, "_pass_on")],
         ):
             patch.setattr(kind, name, self._seen(getattr(kind, name), f"{kind.__name__.lower()}_{name.strip('_')}"))
 
-    def begin(self):
-        """Forget everything."""
+    def begin(self, relays=()):
+        """Forget everything; `relays` are the ranks that come to the shards, if not every worker does by itself."""
         self.gradients = defaultdict(list)  # rank: (step, gradient)
         self.payloads = defaultdict(list)  # rank: for each push what it says, as numbers, and of how many steps
         self.answered = Counter()  # rank: how many pushes were followed by a read that came back
@@ -56,8 +61,11 @@ class Witness:
         self.combined = defaultdict(list)  # rank: its weights after each round
         self.batches = []  # those of Sandblaster: portions
         self.sums = []  # those of Sandblaster: where, of what, and how much
+        self._relays = relays
+        self._held = defaultdict(list)  # shard and relay: (worker, push), which have not gone up
+        self._risen = defaultdict(list)  # shard and relay: for each push of its own what it is made of
         self._pushes = Counter()
-        self._slots = {}
+        self._slots = {}  # shard and slot: (worker, push), of which what lies there is made
         self._current = None
 
     def _seen(self, original, look):
@@ -106,34 +114,39 @@ class Witness:
     # -- parameter servers: a shard ---------------------------------------------------------------
 
     def _shard_push(self, push, shard, i, *rest, **knobs):
-        name = _name(shard)
-        self._current = name, (i, self._pushes[name, i])
-        self._pushes[name, i] += 1
+        name, number = _name(shard), self._next(_name(shard), i)
+        self._current = name, self._risen[name, self._relays[i]][number] if self._relays else [(i, number)]
         freed = push(shard, i, *rest, **knobs)
         if self._current is not None:
-            self.refused[name].add(self._current[1])
+            self.refused[name] |= set(self._current[1])
         self._current = None
         return freed
 
     def _ledger_add_pending(self, add_pending, ledger, i, seen=0, *more):
         slot = add_pending(ledger, i, seen, *more)
         if self._current is not None:
-            name, push = self._current
-            self._slots[name, slot] = push
+            name, pushes = self._current
+            self._slots[name, slot] = pushes
             self._current = None
         return slot
+
+    def _next(self, *who):
+        """The number of a push."""
+        self._pushes[who] += 1
+        return self._pushes[who] - 1
 
     def _shard_update(self, update, shard, group):
         name, version = _name(shard), shard.ledger.version
         if group:
-            self.updates[name].append([(*self._slots[name, one.slot], version - one.seen) for one in group])
+            pushes = [(*push, version - one.seen) for one in group for push in self._slots[name, one.slot]]
+            self.updates[name].append(pushes)
         update(shard, group)
 
     def _shard_drop_outdated(self, drop, shard):
         before, name = set(shard.ledger.all_pending()), _name(shard)
         drop(shard)
         dropped = before - set(shard.ledger.all_pending())
-        self.refused[name] |= {self._slots[name, one.slot] for one in dropped}
+        self.refused[name] |= set(chain(*(self._slots[name, one.slot] for one in dropped)))
 
     def _shard_pull(self, pull, shard, i, *rest):
         admitted = pull(shard, i, *rest)
@@ -150,6 +163,21 @@ class Witness:
             clock, slowest, *_ = shard.ledger.standing(i)
             self.gaps.append(clock - slowest)
             self.slowest_read[_name(shard), i] = slowest
+
+    # -- parameter servers: a relay ---------------------------------------------------------------
+
+    def _branch_init(self, init, branch, w, keeper, spans, *rest):
+        init(branch, w, keeper, spans, *rest)
+        branch.seen_as = tuple(spans), w.rank
+
+    def _branch_push(self, push, branch, child, *rest):
+        shard, relay = branch.seen_as
+        self._held[shard, relay].append((child, self._next("child", shard, child)))
+        push(branch, child, *rest)
+
+    def _branch_pass_on(self, pass_on, branch):
+        self._risen[branch.seen_as].append(self._held.pop(branch.seen_as))
+        pass_on(branch)
 
     # -- others -----------------------------------------------------------------------------------
 
