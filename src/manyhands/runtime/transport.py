@@ -255,10 +255,11 @@ class RealTransport:
             with self._lock_table:
                 if self._lock_file is None:
                     self._lock_file = self.member.memory("locks", 64)
-                found = self._locks.setdefault(name, HostLock(self._lock_file, name, self._note_wait))
+                found = self._locks.setdefault(name, HostLock(self._lock_file, name, self.note_wait))
         return found
 
-    def _note_wait(self, seconds: float) -> None:
+    def note_wait(self, seconds: float) -> None:
+        """The current activity has waited for others where no message was awaited."""
         self._doing().waited += seconds
 
     def spawn(self, activity: Callable[[], None], *, daemon: bool = False) -> RealActivity:

@@ -2,8 +2,8 @@
 
     each rank:  meet · w[span r] <- w[span r] + rule(mean of all gradients on span r) · meet
 
-Gradients arrive in memory that all can read, so nothing is sent or copied but two small messages, and each update is
-made once, not P times. The first meeting says that all gradients are there, the second that all weights have moved
+Gradients arrive in memory that all can read, so nothing is sent or copied, and each update is made once, not P times.
+How they meet is in gate.py. The first meeting says that all gradients are there, the second that all weights have moved
 (and that nobody reads gradients any more). It is for methods in lock step only: others would compute on weights that
 move under their hands.
 """
@@ -20,8 +20,8 @@ from manyhands.core.holding import Holding
 from manyhands.core.protocols import At, Rule, Saved
 from manyhands.core.saving import Piece, join, pieces
 from manyhands.core.worker import Worker
-from manyhands.topology.collectives.group import Group
 from manyhands.topology.common import common_weights
+from manyhands.topology.gate import gate
 from manyhands.topology.servers.sharding import cut
 
 
@@ -30,12 +30,13 @@ class Pool:
 
     def __init__(self, w: Worker, rule: Rule) -> None:
         self._w = w
-        self._group = Group(w.transport, w.workers, "pool")
+        self._meet = gate(w.transport, w.workers, "pool")
+        place = w.workers.index(w.rank)
         w.flat.move_to(common_weights(w, "pool.weights"))
         self._gradients = [self._memory(rank) for rank in w.workers]
-        w.flat.collect_in(self._gradients[self._group.place])
+        w.flat.collect_in(self._gradients[place])
         shards = cut(w.flat, "size", len(w.workers), rule, at_most=True)
-        mine = shards[self._group.place] if self._group.place < len(shards) else []
+        mine = shards[place] if place < len(shards) else []
         self.held = [Holding(span, w.flat.weights(span), w.flat.places, rule) for span in mine]
 
     def _memory(self, rank: int) -> list[Tensor]:
@@ -46,14 +47,14 @@ class Pool:
     def step(self) -> None:
         """All gradients are in their places, or will be: move the weights by their mean."""
         w, workers = self._w, len(self._gradients)
-        self._group.meet()
+        self._meet()
         untouched = self._untouched()
         for held in self.held:
             part, start, stop = held.span
             w.move((workers + 2) * held.weights.nbytes)
             gradients = [memory[part][start:stop] for memory in self._gradients]
             held.merge(gradients, At(held.weights, samples=w.samples, count=workers), untouched)
-        self._group.meet()
+        self._meet()
 
     def _untouched(self) -> Sequence[int]:
         """The parameters that nobody touched: the marks lie behind the gradients."""
