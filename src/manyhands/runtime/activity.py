@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class Ended(BaseException):
@@ -18,3 +19,10 @@ class RealActivity:
     def join(self) -> None:
         """Wait until it has ended."""
         self._thread.join()
+
+
+def later(seconds: float, call: Callable[[], None]) -> None:
+    """Call it after a while, in a thread that keeps nobody alive."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    timer.start()

@@ -62,6 +62,9 @@ _seated: list[bool] = []
 
 
 def _meet(seat: Seat, transport: RealTransport) -> None:
+    for rank in seat.late:
+        if rank != seat.rank:
+            transport.miss(rank, "it has not come yet")
     door = Door(seat, transport)
     addresses, gone = transport.member.hello(door.address)
     for rank, why in gone.items():

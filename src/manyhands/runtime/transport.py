@@ -15,7 +15,7 @@ from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, P
 from manyhands.core.lending import Seal, inside_backward
 from manyhands.core.protocols import ANY, Collective, Meta, Tag, made
 from manyhands.runtime import wire
-from manyhands.runtime.activity import Ended, RealActivity
+from manyhands.runtime.activity import Ended, RealActivity, later
 from manyhands.runtime.freight import Freight, Load, plain
 from manyhands.runtime.lanes import Debts, Lanes, Loan
 from manyhands.runtime.links import Link, Reader, Writer
@@ -63,9 +63,6 @@ class RealTransport:
         self._closing: dict[int, str] = {}
         self._has_left = False
         self.native_groups: dict[str, object] = {}
-        for rank in seat.late:
-            if rank != seat.rank:
-                self.miss(rank, "it has not come yet")
         self._began = time.monotonic()
 
     # -- joining ----------------------------------------------------------------------------------
@@ -183,7 +180,7 @@ class RealTransport:
         if announced:
             self._lose(peer, announced)
         elif peer not in self._mailbox.gone:
-            _later(VERDICT if "garbage" not in why else 0.0, lambda: self._lose(peer, why))
+            later(VERDICT if "garbage" not in why else 0.0, lambda: self._lose(peer, why))
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -195,7 +192,7 @@ class RealTransport:
             self._lose(rank, why)
         else:
             self._links[rank].stop_sending()
-            _later(LAST_WORDS, lambda: self._lose(rank, why))
+            later(LAST_WORDS, lambda: self._lose(rank, why))
 
     def _lose(self, rank: int, why: str) -> None:
         self._mailbox.goodbye(rank, why)
@@ -319,9 +316,3 @@ class RealTransport:
         if self.rank not in group:
             raise ManyhandsError(f"rank {self.rank} is not in the group {list(group)}")
         return Native(self, group)
-
-
-def _later(seconds: float, call: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, call)
-    timer.daemon = True
-    timer.start()
