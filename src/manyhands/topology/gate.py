@@ -6,7 +6,9 @@ each other, so they first look for the others in common memory, and go to sleep 
     here       arrived[me] <- n;  whoever sleeps for me is told, by a message
     for each   look for a moment: arrived[other] >= n?      else sleep until it tells
 
-In virtual time, without the compiled kernels, and if there are more workers than cores, all are told by messages.
+If there are more workers than cores, nobody looks: it would take the core of whom it looks for. Ranks may see different
+cores, so each decides that for itself; the gate is the same. In virtual time, and without the compiled kernels, all are
+told by messages.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class NotesWaits(Protocol):
 def gate(transport: Transport, ranks: Sequence[int], name: str) -> Callable[[], None]:
     """How these ranks, all of one host, wait for each other."""
     found = kernels()
-    if found is None or not isinstance(transport, NotesWaits) or len(ranks) > len(os.sched_getaffinity(0)):
+    if found is None or not isinstance(transport, NotesWaits):
         return Group(transport, ranks, name).meet
     return Gate(transport, transport.note_wait, ranks, name, *found).meet
 
@@ -75,6 +77,7 @@ class Gate:
         self._sleepers = torch.zeros(len(ranks), dtype=torch.int64)
         self._tag = Tag(f"{WAKE.name}:{name}", credit=WAKE.credit, carries=WAKE.carries)
         self._number = int(self._memory[CELLS * self._me])
+        self._patience = PATIENCE if len(ranks) <= len(os.sched_getaffinity(0)) else 0
 
     def meet(self) -> None:
         """Wait until everyone is here."""
@@ -86,7 +89,7 @@ class Gate:
         for place in range(places):
             if place != self._me:
                 began = time.monotonic()
-                found = self._find(cells, self._me, place, places, self._number, PATIENCE)
+                found = self._find(cells, self._me, place, places, self._number, self._patience)
                 self._note_wait(time.monotonic() - began)
                 if not found:
                     recv(self._t, self._tag, frm=self._ranks[place])
