@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,22 @@ def dies_after_leaving(transport):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leaves_while_a_thread_fails(transport):
+    """The thread has begun to fail, and has not told anybody yet, when the program comes to leave."""
+    tell, begun, go_on = transport.member.failed, threading.Event(), threading.Event()
+
+    def tell_slowly(error):
+        begun.set()
+        go_on.wait(30)
+        tell(error)
+
+    transport.member.failed = tell_slowly
+    threading.Thread(target=transport.fail, args=(Diverged(0, 7, float("inf")),), daemon=True).start()
+    begun.wait(30)
+    threading.Thread(target=lambda: (time.sleep(0.1), go_on.set()), daemon=True).start()
+    transport.leave()
+
+
 def works(transport):
     os.write(1, f"{os.getpid()}\n".encode())  # in one piece: two ranks speak at once
     ends = time.monotonic() + 60
@@ -119,6 +136,11 @@ def test_an_error_of_ours_is_raised_as_it_was_without_any_trace(tmp_path):
         start(partial(diverges, tmp_path / "errors"))
     assert (caught.value.rank, caught.value.step, caught.value.loss) == (1, 7, float("inf"))
     assert (tmp_path / "errors").read_text() == ""
+
+
+def test_a_failure_is_told_even_if_the_program_has_come_to_its_end():
+    with pytest.raises(Diverged, match="step 7"):
+        start(leaves_while_a_thread_fails, workers=1)
 
 
 def test_a_lost_rank_is_an_event_and_the_others_go_on():

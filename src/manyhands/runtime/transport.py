@@ -61,7 +61,8 @@ class RealTransport:
         self._working: list[threading.Thread] = []
         self._threads = [self.member.thread, self.reader.thread, self._writer.thread]
         self._closing: dict[int, str] = {}
-        self._has_left = False
+        self._has_left = self._has_failed = False
+        self._last_word = threading.Lock()
         self.native_groups: dict[str, object] = {}
         self._began = time.monotonic()
 
@@ -204,11 +205,12 @@ class RealTransport:
         self._lanes.wake()
 
     def fail(self, error: BaseException) -> None:
-        """End the run for all: this rank cannot go on."""
-        if not self._has_left:
-            self._has_left = True
-            self.member.failed(error)
-        self._stop(error)
+        """End the run for all: this rank cannot go on. Whoever leaves or fails meanwhile waits until this is told."""
+        with self._last_word:
+            if not self._has_left and not self._has_failed:
+                self._has_failed = True
+                self.member.failed(error)
+            self._stop(error)
 
     def check(self) -> None:
         """Raise what has ended this run."""
@@ -280,8 +282,9 @@ class RealTransport:
         self.flush()
         if self.seat.checks_lending:
             self._lanes.wait_until_back(1.0)
+        with self._last_word:
             self._mailbox.check()
-        self._has_left = True
+            self._has_left = True
         for link in list(self._links.values()):
             link.send([wire.pack_leave()])
         self.flush()
