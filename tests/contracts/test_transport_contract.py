@@ -1106,10 +1106,10 @@ def await_newcomer(launcher, t):
     t.send(2, A, ("dropped",), [numbers(1)])
     missing = lost_rank(lambda: recv(t, NEVER, frm=2))
     call_newcomer(launcher, t)
-    message = recv(t, READY)
+    message, peers = recv(t, READY), list(t.peers())
     t.send(2, B, ("welcome",), [numbers(2, 3)])
     recv(t, DONE, frm=2)
-    return before, missing, message.frm, list(t.peers())
+    return before, missing, message.frm, peers
 
 
 def work_on(t):
@@ -1139,9 +1139,9 @@ def test_a_rank_may_come_later_and_is_gone_until_then(world, hosts):
 
 def come_to_a_loss(t):
     """Rank 2 hears from rank 0, and of rank 1 that it is gone."""
-    lost = lost_rank(lambda: recv(t, NEVER, frm=1))
+    told = lost_rank(lambda: recv(t, NEVER, frm=1)), list(t.peers())
     t.send(0, DONE)
-    return lost, list(t.peers())
+    return told
 
 
 def lose_then_hear(t):
