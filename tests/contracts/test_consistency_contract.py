@@ -1,5 +1,6 @@
 """Every consistency, on all interleavings of a few workers: bounds hold, nobody is stuck, nothing is lost."""
 
+import functools
 import random
 
 import pytest
@@ -65,17 +66,18 @@ class Play:
 
 
 def exhaustive(when, workers, clocks):
-    """All plays, depth first; a play is replayed from its moves."""
+    """All plays, depth first; where one branches off is played again, from its moves."""
     stack = [[]]
     while stack:
-        moves = stack.pop()
-        play = Play(when, workers, clocks)
+        play, moves = Play(when, workers, clocks), stack.pop()
         for i in moves:
             play.move(i)
-        able = play.able()
-        stack += [[*moves, i] for i in able]
-        if not able:
-            yield play
+        while able := play.able():
+            first, *others = able
+            stack += [[*moves, i] for i in others]
+            moves = [*moves, first]
+            play.move(first)
+        yield play
 
 
 def at_random(when, workers, clocks, plays):
@@ -88,10 +90,16 @@ def at_random(when, workers, clocks, plays):
         yield play
 
 
-def plays(when):
+def played(when):
     yield from exhaustive(when, workers=2, clocks=2)
     yield from exhaustive(when, workers=3, clocks=1)
-    yield from at_random(when, workers=3, clocks=5, plays=400)
+    yield from at_random(when, workers=3, clocks=5, plays=100)
+
+
+@functools.cache
+def plays(when):
+    """All of them, once for all tests."""
+    return list(played(when))
 
 
 @pytest.mark.parametrize("when", ALL, ids=str)
@@ -147,7 +155,7 @@ def test_of_some_nobody_is_stuck_and_every_push_is_applied_once_or_refused(when,
 
     monkeypatch.setattr(Shard, "_update", noted)
     sizes, refused = set(), 0
-    for play in plays(when):
+    for play in played(when):
         assert play.state == ["left"] * len(play.workers)
         assert sorted(play.released) == [(i, c) for i in play.workers for c in range(play.clocks)]
         groups = play.shard.groups

@@ -41,8 +41,9 @@ def blobs(samples=96):
 
 
 def places(method):
-    yield mh.Cluster(workers=4, speeds=[1, 0.5, 2, 1], jitter=0.3)
-    yield mh.Cluster(workers=4, hosts=1, cores=2)
+    if method not in ONE_HOST:
+        yield mh.Cluster(workers=4, speeds=[1, 0.5, 2, 1], jitter=0.3)
+    yield mh.Cluster(workers=4, hosts=1, cores=2, jitter=0.3)
     if isinstance(METHODS[method](), Serves) and method not in IN_STEP:
         yield mh.Cluster(workers=3, servers=2, latency="1ms", bandwidth="100Mbit")
 
@@ -50,19 +51,18 @@ def places(method):
 @METHOD
 def test_the_same_seed_gives_the_same_bits_and_times(method):
     for cluster in places(method):
-        if method in ONE_HOST:
-            cluster = mh.Cluster(workers=4, hosts=1, cores=2, jitter=0.3)
-        one, two = (mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=7) for _ in range(2))
-        other = mh.train(blobs(), METHODS[method](), cluster=cluster, steps=10, seed=8)
+        one, two, other = (
+            mh.train(blobs(), METHODS[method](), cluster=cluster, steps=6, seed=seed) for seed in (7, 7, 8)
+        )
         assert one.weights_sha256 == two.weights_sha256 != other.weights_sha256
         assert [line for line in one.records if "loss" in line] == [line for line in two.records if "loss" in line]
 
 
 @METHOD
 def test_the_loss_falls(method):
-    result = mh.train(blobs(), METHODS[method](), cluster=mh.Cluster(workers=4), steps=200, batch_size=16)
+    result = mh.train(blobs(), METHODS[method](), cluster=mh.Cluster(workers=4), steps=80, batch_size=16)
     first = next(line["loss"] for line in result.records if line.get("loss") is not None)
-    assert result.final_loss < 0.7 * first
+    assert result.final_loss < 0.8 * first
 
 
 @METHOD

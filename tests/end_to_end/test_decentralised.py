@@ -58,8 +58,8 @@ def has_learned(result):
 def test_in_lock_step_the_others_take_all_their_steps_whenever_a_worker_is_lost(graph, rank, mix):
     whole = run(mh.d_psgd(lr=0.2, graph=graph, mix=mix), workers=5)
     assert steps_by_rank(whole) == [STEPS] * 5 and has_learned(whole)
-    for moment in range(9):
-        fault = (mh.Die, mh.Stop, mh.CutLink)[moment % 3](rank, whole.seconds * moment / 9)
+    for moment in range(4):
+        fault = (mh.Die, mh.Stop, mh.CutLink)[moment % 3](rank, whole.seconds * moment / 4)
         result = run(mh.d_psgd(lr=0.2, graph=graph, mix=mix), workers=5, faults=[fault])
         assert result.lost == [(rank, fault.why)]
         taken = steps_by_rank(result)
@@ -106,8 +106,8 @@ def test_gossip_uses_up_its_budget_whenever_a_worker_is_lost(mode, rank):
     far = {"workers": 5, "latency": "500us"}  # so that somebody is waiting for an answer most of the time
     whole = run(mh.gossip(lr=0.2, mode=mode), **far)
     assert len(steps_of(whole)) == STEPS * 5 and has_learned(whole)
-    for moment in range(9):
-        fault = (mh.Die, mh.Stop, mh.CutLink)[moment % 3](rank, whole.seconds * moment / 9)
+    for moment in range(4):
+        fault = (mh.Die, mh.Stop, mh.CutLink)[moment % 3](rank, whole.seconds * moment / 4)
         result = run(mh.gossip(lr=0.2, mode=mode), **far, faults=[fault])
         assert result.lost == [(rank, fault.why)]
         assert STEPS * 5 - 1 <= len(steps_of(result)) <= STEPS * 5, "all that is missing is the one it died over"

@@ -25,10 +25,11 @@ PLACE = pytest.mark.parametrize("place", PLACES)
 
 
 @METHOD
-def test_the_digits_are_learned(method):
+def test_the_digits_are_learned_in_part(method):
+    """By workers that are not alike; tests/matrix/ has whole runs."""
     cluster = mh.Cluster(workers=4, speeds=[1, 0.5, 2, 1], jitter=0.3)
-    result = mh.train("digits", METHODS[method](), cluster=cluster, epochs=20)
-    assert result.test_accuracy >= 0.93
+    result = mh.train("digits", METHODS[method](), cluster=cluster, epochs=4)
+    assert result.test_accuracy >= 0.8
     assert result.lag.max > 1, "some gradients were late"
 
 
@@ -48,7 +49,7 @@ def test_a_lone_worker_that_is_resumed_equals_one_that_went_on(method, place, tm
 
 
 @METHOD
-@pytest.mark.parametrize("workers", [2, 4, 6])
+@pytest.mark.parametrize("workers", [2, 5])
 def test_several_workers_go_on_from_what_was_saved_and_go_on_learning(method, workers, tmp_path):
     data = task(samples=64, batch_size=8)
     first = run(method, "one host", workers=4, steps=20, data=data, out=tmp_path, checkpoint_every=20)

@@ -206,10 +206,11 @@ def test_no_schedule_of_faults_makes_a_run_hang(method, place):
     until = 1.2 * run(method, place, data=data, steps=6).seconds
     ranks = 4 + PLACES[place].get("servers", 0)
     ended = []
-    for seed in range(12):
+    for seed in range(4):
         draw = random.Random(f"{method} {place} {seed}")
         ended.append(ends_well(method, place, schedule(draw, ranks, until), data, 6))
-    assert None in ended or any(result.lost for result in ended), "some of these schedules must have hurt"
+    hurt = [result is None or result.lost for result in ended]
+    assert any(hurt), "some of these schedules must have hurt"
 
 
 @pytest.mark.parametrize(("method", "place"), WAYS)
@@ -219,7 +220,7 @@ def test_the_lead_may_be_lost_at_any_moment_of_the_end(method, place):
     ends = run(method, place, late, data, steps=3).seconds
     outcomes = []
     pace = LATENCY / 2 if place != "one host" else LATENCY / 200
-    for moment in range(24):
+    for moment in range(0, 24, 2):
         at = max(0.0, ends + (moment - 4) * pace)
         outcomes.append(ends_well(method, place, [*late, mh.Die(0, at)], data, 3))
     assert all(outcome is None or outcome.weights is not None for outcome in outcomes)
@@ -232,7 +233,7 @@ def test_a_pipeline_never_answers_with_a_stage_that_was_not_trained(method, rank
     whole = run(method, data=data, steps=3)
     last = max(line["time"] for line in steps_of(whole) if line["rank"] == rank)
     kept = 0
-    for moment in range(30):
+    for moment in range(0, 30, 2):
         result = ends_well(method, "apart", [mh.Die(rank, last + moment * LATENCY / 5)], data, 3)
         if result is not None:
             kept += 1

@@ -261,8 +261,8 @@ def test_no_portion_is_lost_or_counted_twice_whenever_a_replica_dies(rank):
     whole, expected = short(), [bringing(rank, count) for count in (0, 1, 2)]
     assert torch.equal(expected[2], flat(whole.weights.values()))
     seen = []
-    for moment in range(150):
-        result = short(faults=[mh.Die(rank, whole.seconds * moment / 150)])
+    for moment in range(60):
+        result = short(faults=[mh.Die(rank, whole.seconds * moment / 60)])
         found = [torch.equal(flat(result.weights.values()), one) for one in expected]
         assert sum(found) == 1
         assert result.lost == [(rank, "it died")]
@@ -273,8 +273,8 @@ def test_no_portion_is_lost_or_counted_twice_whenever_a_replica_dies(rank):
 @pytest.mark.parametrize("kind", [mh.Stop, mh.CutLink])
 def test_nor_if_it_is_stopped_or_cut_off(kind):
     whole, expected = short(), [bringing(2, count) for count in (0, 1, 2)]
-    for moment in range(40):
-        result = short(faults=[kind(2, whole.seconds * moment / 40)])
+    for moment in range(20):
+        result = short(faults=[kind(2, whole.seconds * moment / 20)])
         assert any(torch.equal(flat(result.weights.values()), one) for one in expected)
 
 

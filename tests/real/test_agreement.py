@@ -88,7 +88,7 @@ def kinds():
     ("name", "link"), [*kinds(), ("gossip by push", "tcp"), ("ssp with a cache", "shm"), ("easgd in fp16", "tcp")]
 )
 def test_two_workers_learn_the_digits(name, link, quickly):
-    result = mh.train("digits", EVERY[name](), workers=2, link=link)
+    result = mh.train("digits", EVERY[name](), workers=2, link=link, epochs=20)
     assert result.test_accuracy >= GOOD
     assert (result.world, result.lost, result.stopped_at) == ("real", [], None)
 
