@@ -113,9 +113,7 @@ class Training:
             self.begin(None, 0)  # others may count on it
         lead, answer = w.workers[0], None
         if w.transport.role == "worker":
-            if isinstance(strategy, Pipeline):
-                strategy.rest(w)  # unlike `finish` also if fewer mini-batches came than were announced
-            elif isinstance(strategy, Finishes):
+            if isinstance(strategy, Finishes):
                 strategy.finish(w)
             lead = w.lead
             weights, buffers = strategy.answer(w), average_buffers(w)

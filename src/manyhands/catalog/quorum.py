@@ -88,7 +88,7 @@ def k_sync(
 
 def k_async(
     k: int | None = None,
-    lr: float = 0.3,
+    lr: float = 0.15,
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",
@@ -122,7 +122,7 @@ def k_async(
 
 def k_batch_async(
     k: int | None = None,
-    lr: float = 0.3,
+    lr: float = 0.15,
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer"] = "size",

@@ -164,8 +164,8 @@ class Pipeline:
             self.loss = float(torch.stack(done).mean())
 
     def finish(self, w: Worker) -> None:
-        """Drain: the backward passes that are still to come."""
-        self.play(w)
+        """Drain: fewer mini-batches may have come than were announced."""
+        self.rest(w)
 
     def answer(self, w: Worker) -> Weights | None:
         """All stages' weights."""
