@@ -17,7 +17,7 @@ VARIANTS = {
     "easgd in fp16": functools.partial(mh.easgd, asynchronous=True, codec=Half()),
     "gossip by push": functools.partial(mh.gossip, mode="push"),
     "gossip in pairs": functools.partial(mh.gossip, mode="pairwise"),
-    "ssp with a cache": functools.partial(mh.ssp, cache=True),
+    "ssp with a cache": functools.partial(mh.ssp, cache=True, lr=0.03),
 }
 """Other loops behind the same names."""
 EVERY = METHODS | VARIANTS

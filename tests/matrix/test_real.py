@@ -30,14 +30,16 @@ from real.tools import KILLED, LIMIT, SPARE, Awaited, Strike, ask_to_stop, kill,
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("quickly")]
 
-EPOCHS = 20
-"""Enough for every method, as test_virtual.py shows."""
+HALF = 20
+"""Half as many epochs as usual."""
+PROMISING = 0.9
+"""The accuracy that must be reached after them."""
 NEEDS_ALL = [name for name in EVERY if ends_when_one_is_lost(name)]
 
 
-def steps_of(strategy, workers):
+def steps_of(strategy, workers, epochs=HALF):
     """How many steps that is."""
-    return EPOCHS * SAMPLES // (BATCH_SIZE * replicas(strategy, workers))
+    return epochs * SAMPLES // (BATCH_SIZE * replicas(strategy, workers))
 
 
 def keepers_apart(strategy, workers, link):
@@ -56,10 +58,10 @@ def bits(name, link, epochs):
     return virtually(name, link, epochs=epochs).weights_sha256
 
 
-def check(result, strategy, since=0):
+def check(result, strategy, since=0, accuracy=PROMISING):
     """It has seen all that was left to see, and has learned."""
     assert result.samples == (result.steps - since) * replicas(strategy, result.workers) * BATCH_SIZE
-    assert result.test_accuracy >= GOOD
+    assert result.test_accuracy >= accuracy
 
 
 # -- nothing happens ----------------------------------------------------------------------------------
@@ -70,7 +72,7 @@ def test_two_workers_learn_the_digits(name, link):
     strategy = EVERY[name]()
     result = mh.train("digits", strategy, workers=2, link=link)
     assert (result.world, result.lost, result.stopped_at) == ("real", [], None)
-    check(result, strategy)
+    check(result, strategy, accuracy=GOOD)
     if repeats(strategy):
         assert result.weights_sha256 == bits(name, link, epochs=None)
 
@@ -82,11 +84,11 @@ def test_two_workers_learn_the_digits(name, link):
 def test_a_worker_that_is_five_times_slower_is_not_lost(name, link, tmp_path):
     strategy = EVERY[name]()
     slow = Strike(functools.partial(slow_down, 5), tmp_path, rank=0, step=0)
-    result = mh.train("digits", struck(strategy, slow), workers=2, link=link, epochs=EPOCHS)
+    result = mh.train("digits", struck(strategy, slow), workers=2, link=link, epochs=HALF)
     assert result.lost == []
     check(result, strategy)
     if repeats(strategy):
-        assert result.weights_sha256 == bits(name, link, EPOCHS)
+        assert result.weights_sha256 == bits(name, link, HALF)
 
 
 # -- a worker that is killed in the first third -------------------------------------------------------
@@ -115,7 +117,7 @@ def test_a_method_that_needs_everyone_ends_and_can_be_resumed(name, link, tmp_pa
 @on_every_link([name for name in EVERY if name not in NEEDS_ALL])
 def test_the_others_do_what_the_lost_worker_cannot(name, link, tmp_path):
     strategy = EVERY[name]()
-    steps, place = steps_of(strategy, 3), keepers_apart(strategy, 3, link)
+    steps, place = steps_of(strategy, 3, epochs=2 * HALF), keepers_apart(strategy, 3, link)
     strike = Strike(kill, tmp_path, step=steps // 4)
     run = {"workers": 3, "link": link, "out": tmp_path / "run", "checkpoint_every": steps // 2, **place}
     result = mh.train("digits", struck(strategy, strike), steps=steps, **run)
@@ -129,7 +131,7 @@ def test_the_others_do_what_the_lost_worker_cannot(name, link, tmp_path):
 
     resumed = mh.train("digits", strategy, steps=steps + 10, resume=tmp_path / "run", **run)
     assert resumed.lost == []
-    check(resumed, strategy, since=steps)
+    check(resumed, strategy, since=steps, accuracy=GOOD)
 
 
 # -- a run that is asked to stop ----------------------------------------------------------------------
@@ -165,8 +167,8 @@ def test_a_spare_takes_the_place_of_a_lost_worker(name, link, tmp_path):
     strategy = EVERY[name]()
     place = keepers_apart(strategy, 2, link)
     awaited = struck(strategy, Awaited(tmp_path))
-    result = mh.train("digits", awaited, workers=2, spares=1, link=link, epochs=EPOCHS, **place)
+    result = mh.train("digits", awaited, workers=2, spares=1, link=link, epochs=HALF, **place)
     assert result.lost == [(1, KILLED)]
     assert taken_by(result)[SPARE] > 10
     assert result.samples >= (result.steps * 2 - 6) * BATCH_SIZE, "but for what the lost one had not told yet"
-    assert result.test_accuracy >= GOOD
+    assert result.test_accuracy >= PROMISING

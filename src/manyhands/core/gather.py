@@ -72,10 +72,10 @@ def _from(w: Worker, rank: int, number: int) -> Message:
 
 
 def need_all(w: Worker, gathered: Gathered) -> None:
-    """Refuse to do without a worker that alone has its part of the model."""
+    """Refuse to do without a worker that alone has its part: whoever asks for it hears why it is gone."""
     for rank in w.workers:
         if rank not in gathered:
-            raise PeerLost(rank, "it had not handed over its part of the model")
+            recv(w.transport, HAND_OVER.of(w.gatherings), frm=rank)
 
 
 @torch.no_grad()

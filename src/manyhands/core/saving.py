@@ -20,7 +20,7 @@ from torch import Tensor
 
 from manyhands.core.errors import Refused
 from manyhands.core.flat import Place, Span
-from manyhands.core.gather import gather
+from manyhands.core.gather import gather, need_all
 from manyhands.core.holding import Holding
 from manyhands.core.protocols import Remembers, Rule, Saved, State, Weights
 from manyhands.core.worker import Worker
@@ -172,11 +172,13 @@ def section(saved: Saved, path: str) -> Saved:
     return {name.removeprefix(f"{path}/"): value for name, value in saved.items() if name.startswith(f"{path}/")}
 
 
-def collect(w: Worker, mine: Saved) -> Saved | None:
-    """Every living worker's own state under its name, on the lead; None on the others."""
+def collect(w: Worker, mine: Saved, *, of_all: bool = False) -> Saved | None:
+    """Every living worker's own state under its name, on the lead; None on the others. `of_all`: none may be lost."""
     gathered = gather(w, tuple(mine), tuple(mine.values()))
     if gathered is None:
         return None
+    if of_all:
+        need_all(w, gathered)
     return {
         name: value
         for rank, (names, values) in gathered.items()

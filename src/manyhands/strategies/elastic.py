@@ -215,7 +215,8 @@ class Elastic:
         """Every worker's x and v, and what its rule remembers."""
         x = named(w.flat.places, [part.weights for part in w.flat.parts])
         v = named(w.flat.places, self.velocity) if self.velocity else {}
-        return collect(w, under("x", x) | under("v", v) | under("rule", join(pieces(self.held, w.flat.places))))
+        mine = under("x", x) | under("v", v) | under("rule", join(pieces(self.held, w.flat.places)))
+        return collect(w, mine, of_all=self.lockstep)
 
     def restore(self, w: Worker, saved: Saved) -> None:
         """Each its own; a new worker begins at the centre with a fresh rule."""

@@ -183,7 +183,7 @@ class LocalSteps:
         x = named(places, [part.weights for part in w.flat.parts])
         sums = {} if self.weight is None else {str(n): x for n, x in enumerate(self.weight.sums)}
         mine = under("x", x) | under("rule", join(pieces(self.held, places))) | under("weight", sums)
-        saved = collect(w, mine)
+        saved = collect(w, mine, of_all=True)
         if saved is None:
             return None
         starts = named(places, [start.weights for start in self.starts]) if self.starts else {}
