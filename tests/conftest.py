@@ -1,5 +1,6 @@
 """What every test may ask for."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -22,6 +23,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 multiprocessing.set_forkserver_preload(
     ["torch.distributed", "manyhands.processes", "manyhands.runtime.join", "manyhands.cli.train", "pytest"]
 )
+
+
+def pytest_collection_finish():
+    """Thousands of tests stay in memory until the end: do not look through them again and again for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

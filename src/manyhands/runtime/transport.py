@@ -15,6 +15,7 @@ from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, P
 from manyhands.core.lending import Seal, inside_backward
 from manyhands.core.protocols import ANY, Collective, Meta, Tag, made
 from manyhands.runtime import wire
+from manyhands.runtime.activity import Ended, RealActivity, later
 from manyhands.runtime.freight import Freight, Load, plain
 from manyhands.runtime.lanes import Debts, Lanes, Loan
 from manyhands.runtime.links import Link, Reader, Writer
@@ -29,21 +30,6 @@ LAST_WORDS = 0.5
 """Seconds in which the socket of a lost rank must have said all that it still had."""
 VERDICT = 3.0
 """Seconds until a closed socket is a loss, if nobody who watches says anything."""
-
-
-class Ended(BaseException):
-    """The rank has left: its daemons need not go on."""
-
-
-class RealActivity:
-    """A thread of this rank."""
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
-
-    def join(self) -> None:
-        """Wait until it has ended."""
-        self._thread.join()
 
 
 class RealTransport:
@@ -187,7 +173,7 @@ class RealTransport:
         if announced:
             self._lose(peer, announced)
         elif peer not in self._mailbox.gone:
-            _later(VERDICT if "garbage" not in why else 0.0, lambda: self._lose(peer, why))
+            later(VERDICT if "garbage" not in why else 0.0, lambda: self._lose(peer, why))
 
     # -- losses -----------------------------------------------------------------------------------
 
@@ -199,7 +185,7 @@ class RealTransport:
             self._lose(rank, why)
         else:
             self._links[rank].stop_sending()
-            _later(LAST_WORDS, lambda: self._lose(rank, why))
+            later(LAST_WORDS, lambda: self._lose(rank, why))
 
     def _lose(self, rank: int, why: str) -> None:
         self._mailbox.goodbye(rank, why)
@@ -325,9 +311,3 @@ class RealTransport:
         if self.rank not in group:
             raise ManyhandsError(f"rank {self.rank} is not in the group {list(group)}")
         return Native(self, group)
-
-
-def _later(seconds: float, call: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, call)
-    timer.daemon = True
-    timer.start()
