@@ -126,7 +126,7 @@ class GrowingBatch:
         """What the rule remembers; every worker's sum, and how many mini-batches are in it."""
         touched = [place for place in w.flat.places if self.mark(w, place)]
         mine = under("sum", named(touched, self.sums)) | {"count": torch.tensor(self.count)}
-        saved = collect(w, mine)
+        saved = collect(w, mine, of_all=True)
         if saved is None:
             return None
         return saved | under("rule", join(pieces(self.held, w.flat.places))) | {"taken": torch.tensor(self.taken)}

@@ -161,7 +161,7 @@ class Svrg:
         """u0, mu and the epoch; of each worker its sums and what its rule remembers."""
         places = w.flat.places
         mine = under("sum", named(places, self.sums[self.me])) | {"count": self.counts[self.me]}
-        saved = collect(w, mine | under("rule", join(pieces(self.held, places))))
+        saved = collect(w, mine | under("rule", join(pieces(self.held, places))), of_all=True)
         if saved is None:
             return None
         return (
