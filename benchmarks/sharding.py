@@ -29,32 +29,28 @@ from manyhands.core.worker import Worker
 from manyhands.report.progress import Progress
 from manyhands.rules import Sgd
 from manyhands.runtime.join import connect as join
+from manyhands.tasks import load
 from manyhands.topology.servers import connect, serve
 
 WORKERS = 2
 ROUNDS = 7
 MBIT = 1000
-CONVOLUTIONS = [(3, 64), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 256)]
-CONVOLUTIONS += [(256, 512), *[(512, 512)] * 5]
-LAYERS = [(512 * 49, 4096), (4096, 4096), (4096, 1000)]
 
 
-class Vgg16(nn.Module):
-    """Its parameters; nobody computes with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = [(wide, deep, 3, 3) for deep, wide in CONVOLUTIONS] + [(wide, deep) for deep, wide in LAYERS]
-        names = [f"conv{n}" for n in range(len(CONVOLUTIONS))] + ["fc6", "fc7", "fc8"]
-        for name, shape in zip(names, shapes, strict=True):
-            self.register_parameter(f"{name}_weight", nn.Parameter(torch.zeros(shape)))
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(shape[0])))
+def vgg16() -> nn.Module:
+    """Its parameters, all 0; nobody computes with them."""
+    with torch.device("meta"):
+        model = load("vgg16").model()
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
 
 
 def exchange(servers: str, how: Any, commands: Commands) -> None:
     """A worker's or a server's part."""
     transport = join(servers=int(servers))
-    worker = Worker(transport, mh.Task(model=Vgg16, data=[0]), Vgg16(), seed=0, steps=0, batch_size=1)
+    worker = Worker(transport, mh.Task(model=vgg16, data=[0]), vgg16(), seed=0, steps=0, batch_size=1)
     arguments = how, Bulk(), Sgd(0.01)
     if transport.role == "server":
         threading.Thread(target=commands.repeat, args=(lambda: None,), daemon=True).start()
@@ -104,7 +100,7 @@ def _measured(servers: int, ways: list[str]) -> dict[str, list[float]]:
 
 
 def _share(servers: int, seconds: list[float], goal: str) -> dict[str, Any]:
-    nbytes = 4 * sum(p.numel() for p in Vgg16().parameters()) / servers
+    nbytes = 4 * sum(p.numel() for p in vgg16().parameters()) / servers
     needed = 2 * WORKERS * nbytes * 8 / (MBIT * 1e6)
     name = f"wire-share-{servers}-shard{'s' if servers > 1 else ''}"
     share = round(needed / median(seconds), 3)
