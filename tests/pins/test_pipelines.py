@@ -5,8 +5,10 @@ import torch
 from toys import chain, probed
 
 import manyhands as mh
+from manyhands.core.worker import Worker
 from manyhands.splits.data import Share
 from manyhands.splits.layers import stages
+from manyhands.virtual.world import simulate
 
 SEQUENTIAL = {2: [1, 0.9, 0.8271, 0.770519, 0.724773], 3: [1, 0.9, 0.840951, 0.798893, 0.766351]}
 PIPEDREAM = {
@@ -99,3 +101,18 @@ def test_gpipe_lasts_as_long_as_its_picture(digits64):
     result = mh.train(task, mh.gpipe(micro_batches=4), cluster=cluster, steps=1)
     per_micro_batch = 1 / 4  # seconds of one stage's forward and backward for one of four samples
     assert result.seconds == pytest.approx((4 + 4 - 1) * per_micro_batch, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [mh.gpipe, mh.pipedream])
+def test_a_resumed_run_that_is_stopped_before_its_first_step_has_nothing_to_drain(make):
+    task = chain(2)
+
+    def program(transport):
+        w = Worker(transport, task, task.build(0), seed=0, steps=12, batch_size=task.batch_size)
+        w.step, strategy = 8, make()
+        strategy.setup(w)
+        strategy.rest(w)
+        strategy.finish(w)
+        return w.flat.parts[0].weights.item()
+
+    assert simulate(mh.Cluster(workers=2), program).results == [1, 1]

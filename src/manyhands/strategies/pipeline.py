@@ -183,8 +183,9 @@ class Pipeline:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def rest(self, w: Worker) -> None:
-        """Drain: the backward passes of the mini-batches that were let in."""
-        for action in [(op, m) for op, m in self.row[self.next_action :] if m < w.step]:
+        """Drain: the backward passes of the mini-batches that were let in. What flushes has never any left."""
+        left = self.row[self.next_action :] if self.micro_batches is None else []
+        for action in [(op, m) for op, m in left if m < w.step]:
             self.act(w, action)
 
     def go_on(self, w: Worker) -> None:
