@@ -12,7 +12,7 @@ from manyhands.core.flat import Place, Span
 from manyhands.core.holding import Holding
 from manyhands.rules import Sgd
 from manyhands.topology.servers.ledger import NEVER, Ledger
-from manyhands.topology.servers.messages import LentInbox
+from manyhands.topology.servers.messages import inbox_of
 from manyhands.topology.servers.shard import Shard
 
 ALL = [Bulk(), Stale(0), Stale(1), Stale(2), Free()]
@@ -26,7 +26,7 @@ class Play:
         weights = torch.zeros(1, dtype=torch.float64)
         place = Place("w", Span(0, 0, 1), weights.shape, 0)
         holding = Holding(Span(0, 0, 1), weights, [place], Sgd(1.0))
-        self.shard = Shard([holding], when, Ledger(workers, 0), LentInbox(Raw()), batch_size=1)
+        self.shard = Shard([holding], when, Ledger(workers, 0), inbox_of(Raw()), batch_size=1)
         self.clock = [0] * workers
         self.state = ["wants to read"] * workers
         self.seen = [0] * workers

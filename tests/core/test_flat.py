@@ -489,6 +489,18 @@ def test_move_to_other_memory_takes_what_is_there():
         flat.move_to([memory, memory])
 
 
+def test_memory_that_is_let_go_leaves_its_sizes():
+    model = mlp()
+    flat = flat_of(model)
+    places, sizes = list(flat.places), {name: p.shape for name, p in model.named_parameters()}
+    flat.let_go()
+    held = [flat.parts[0].weights, flat.parts[0].outgoing, *(p.data for p in model.parameters())]
+    assert all(x.untyped_storage().nbytes() == x.element_size() for x in held)
+    assert flat.places == places and flat.numel == sum(size.numel() for size in sizes.values())
+    assert {name: p.shape for name, p in model.named_parameters()} == sizes
+    assert flat.weights(places[0].span).shape == (places[0].span.numel,)
+
+
 def test_training_by_the_flat_weights_equals_training_the_model():
     model, x = mlp(), data()
     twin = copy.deepcopy(model)

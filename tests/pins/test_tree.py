@@ -139,9 +139,9 @@ def answers(monkeypatch):
     """How often a keeper has sent its weights to somebody at work."""
     found, send = [], Keeper._send_weights
 
-    def noted(keeper, rank, tag):
+    def noted(keeper, rank, tag, weights):
         found.extend([rank] if tag == WEIGHTS else [])
-        return send(keeper, rank, tag)
+        return send(keeper, rank, tag, weights)
 
     monkeypatch.setattr(Keeper, "_send_weights", noted)
     return found

@@ -14,8 +14,8 @@ from manyhands.core import holding as blocks
 from manyhands.core.flat import Flat, Span
 from manyhands.core.holding import Holding
 from manyhands.rules import Adagrad, Adam, Momentum, Sgd
+from manyhands.topology.servers import messages
 from manyhands.topology.servers.ledger import Ledger
-from manyhands.topology.servers.messages import LentInbox
 from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.shared import SharedInbox
 from manyhands.virtual.transport import VirtualTransport
@@ -31,7 +31,7 @@ def model_flat():
 
 def inbox_of(kind, flat, codec, slots):
     if kind == "lent":
-        return LentInbox(codec)
+        return messages.inbox_of(codec)
     memory = {}
 
     def shared(name, numel, dtype):
@@ -99,6 +99,21 @@ def test_merged_gradients_are_summed_in_rank_order_whoever_came_first(kind, code
     one, two, three = (decoded(codec, g) for g in gs)
     expected += ((one + two) + three) / 3 * -0.1
     assert torch.equal(weights_of(shard), expected)
+
+
+@CODECS
+def test_a_message_goes_back_when_its_gradient_has_been_applied_and_only_then(codec):
+    """Its tensors are read where they came in, so the next message may come in there only after that."""
+    shard, back = shard_of("lent", Bulk(), Sgd(0.1), codec), []
+    start = weights_of(shard)
+
+    def release():
+        back.append(torch.equal(weights_of(shard), start))
+
+    for i in range(WORKERS):
+        assert not back
+        shard.push(i, encoded(codec, gradient(i)), seen=0, release=release)
+    assert back == [False] * WORKERS
 
 
 @KIND

@@ -258,6 +258,16 @@ class Flat:
             self._point(part)
         self._stretches.clear()
 
+    @torch.no_grad()
+    def let_go(self) -> None:
+        """Give the memory of weights and gradients back, and keep their sizes: one zero stands for all."""
+        if self.is_meta:
+            return
+        for part in self.parts:
+            part.outgoing = part.weights.new_zeros(1).expand(part.outgoing.numel())
+        self._gradients = self._gradient_views()
+        self.move_to([part.weights.new_zeros(1).expand(part.weights.numel()) for part in self.parts])
+
     def collect_in(self, outgoing: Sequence[Tensor]) -> None:
         """Let gradients and marks arrive in other memory, one tensor per part."""
         for part, memory in zip(self.parts, outgoing, strict=True):

@@ -22,7 +22,7 @@ from manyhands.core.worker import Worker
 from manyhands.topology.servers.inbox import Kept, pending_slots
 from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
-from manyhands.topology.servers.messages import Keeper, LentInbox, MessageLane
+from manyhands.topology.servers.messages import Keeper, MessageLane, inbox_of
 from manyhands.topology.servers.relay import Relay, RelayedLane, Tree
 from manyhands.topology.servers.replicas import Replica, lifelines
 from manyhands.topology.servers.shard import Shard
@@ -93,20 +93,25 @@ def _worth_sharing(w: Worker) -> int:
 def serve(
     w: Worker, how: Sharding, when: Consistency, rule: Rule, codec: Codec, tree: Tree | None = None, copies: int = 1
 ) -> None:
-    """The main program of a server rank; with two copies it also keeps that of the shard before its own."""
+    """The main program of a server rank, which needs no more of the model than its shard.
+
+    With two copies it also keeps that of the shard before its own.
+    """
     shards = cut(w.flat, how, len(w.servers), rule)
     me = w.servers.index(w.rank)
+    keep = partial(_keeper, w, w.servers, when=when, codec=codec, tree=tree)
     if copies == 1:
-        _keeper(w, w.servers, shards[me], when, rule, codec, tree).serve()
+        keeper = keep(shards[me], rule=rule)
+        w.flat.let_go()
+        keeper.serve()
         return
-
-    def keep(k: int, rule: Rule) -> None:
-        post = Replica(w, k)
-        post.serve(_keeper(w, w.servers, shards[k], when, rule, codec, None, post))
-
     before = (me - 1) % len(shards)
-    w.transport.spawn(partial(keep, before, copy.deepcopy(rule)))  # a rule may remember things itself
-    keep(me, rule)
+    own, other = Replica(w, me), Replica(w, before)
+    primary = keep(shards[me], rule=rule, post=own)
+    backup = keep(shards[before], rule=copy.deepcopy(rule), post=other)  # a rule may remember things itself
+    w.flat.let_go()
+    w.transport.spawn(partial(other.serve, backup))
+    own.serve(primary)
 
 
 def read_outcome(w: Worker, lanes: list[Lane]) -> bool:
@@ -140,6 +145,6 @@ def _keeper(
     ledger = Ledger(clients, 0, slots, late=() if tree else w.seats[len(w.workers) :])
     seen = [[x.clone() for x in weights] for _ in w.seats] if "seen" in rule.needs else ()
     keeps = when.merges and (any(corrects(one.rule) for one in holdings) or when.admit(WAITING))
-    inbox = Kept(codec, weights) if keeps else LentInbox(codec)
+    inbox = Kept(codec, [h.weights for h in holdings]) if keeps else inbox_of(codec)
     shard = Shard(holdings, when, ledger, inbox, w.batch_size, seen, len(w.workers))
     return Keeper(w, shard, keepers, relays, post)

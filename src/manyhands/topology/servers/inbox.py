@@ -1,7 +1,7 @@
 """Where pushed gradients are until a shard applies them.
 
-Lent     in the messages that brought them; they go back to their senders       Sums: what remains of them
-Lying    in memory where they can stay
+Lying    in memory where each can be read: of a message, or of this shard
+Lent     in messages that must be decoded      Sums: what they come to, for which two memories are enough
 """
 
 from __future__ import annotations
@@ -54,12 +54,15 @@ class Inbox(Protocol):
     def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Take in what was pushed."""
 
-    def take(self, slot: int) -> frozenset[int]:
-        """A gradient is about to be applied: the parameters its worker had not touched."""
+    def untouched(self, slot: int) -> frozenset[int]:
+        """The parameters that the worker of a gradient had not touched."""
+
+    def give_back(self, slot: int) -> None:
+        """A gradient has been applied, or never will be: its slot is free, and so is the message that brought it."""
 
 
 class Lent(Inbox, Protocol):
-    """An inbox of gradients that go back to their senders with `take`."""
+    """An inbox of gradients that are decoded when they are applied."""
 
     def write(self, slot: int, place: int, out: Tensor) -> None:
         """Write a gradient for the shard's `place`-th holding."""
@@ -67,14 +70,14 @@ class Lent(Inbox, Protocol):
 
 @runtime_checkable
 class Lying(Inbox, Protocol):
-    """An inbox of gradients that lie still until they have been applied."""
+    """An inbox of gradients that can be read as they lie."""
 
     def gradients(self, slots: list[int], place: int) -> list[Tensor]:
         """Gradients for the shard's `place`-th holding, to be read where they lie."""
 
 
 class Sums:
-    """Of lent gradients, which go back before they are applied, the sum remains."""
+    """Lent gradients are decoded one after the other, and only their sum remains."""
 
     def __init__(self, inbox: Lent, holdings: list[Holding], merges: bool) -> None:
         self._inbox = inbox
@@ -119,9 +122,13 @@ class Kept:
         """Where they were decoded to."""
         return [self._kept[slot][place] for slot in slots]
 
-    def take(self, slot: int) -> frozenset[int]:
-        """The parameters that were not touched."""
-        return self._untouched.pop(slot)
+    def untouched(self, slot: int) -> frozenset[int]:
+        """As its worker said."""
+        return self._untouched[slot]
+
+    def give_back(self, slot: int) -> None:
+        """The message is back already; the memory stays for the next one."""
+        del self._untouched[slot]
 
 
 def pending_slots(when: Consistency, workers: int) -> int:

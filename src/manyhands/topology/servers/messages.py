@@ -38,7 +38,7 @@ from manyhands.core.flat import Span
 from manyhands.core.protocols import Codec, Message, Meta, Post, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.inbox import Payload
+from manyhands.topology.servers.inbox import Payload, Plain
 from manyhands.topology.servers.shard import Shard
 
 ASK, DONE, FINAL = Tag("ask", carries="nothing"), Tag("done", carries="nothing"), Tag("final", carries="nothing")
@@ -95,11 +95,27 @@ class LentInbox:
         """Decode straight from the message."""
         self.codec.decode(self._lent[slot][0][place], out)
 
-    def take(self, slot: int) -> frozenset[int]:
+    def untouched(self, slot: int) -> frozenset[int]:
+        """As its worker said."""
+        return self._lent[slot][1]
+
+    def give_back(self, slot: int) -> None:
         """Release the message."""
-        _, untouched, release = self._lent.pop(slot)
-        release()
-        return untouched
+        self._lent.pop(slot)[2]()
+
+
+class PlainInbox(LentInbox):
+    """Of a plain codec they need not be decoded."""
+
+    def gradients(self, slots: list[int], place: int) -> list[Tensor]:
+        """Where they came in."""
+        assert isinstance(self.codec, Plain)
+        return [self.codec.plain(self._lent[slot][0][place]) for slot in slots]
+
+
+def inbox_of(codec: Codec) -> LentInbox:
+    """Where gradients are until they are applied, which nobody goes on before."""
+    return PlainInbox(codec) if isinstance(codec, Plain) else LentInbox(codec)
 
 
 class Keeper:
@@ -126,6 +142,9 @@ class Keeper:
         self._clients = relays or w.seats
         self._number = {rank: i for i, rank in enumerate(self._clients)}
         self._resting: set[int] = set()
+        self._lends = post is None and not shard.when.tolerates_loss and not shard.seen
+        """Whether readers get the weights themselves: if no worker can be spared, the next update waits for one more
+        gradient of each of them, which comes after what it has read."""
         if shard.when.scope == "job":
             if w.rank == keepers[0]:
                 shard.announce = self._order
@@ -178,7 +197,7 @@ class Keeper:
                     raise
             else:
                 self._catch_up(*message.meta)
-                self._send_weights(lead, LAST)
+                self._send_weights(lead, LAST, self._weights())
                 return
 
     def _handle(self, message: Message) -> None:
@@ -221,7 +240,7 @@ class Keeper:
             self._answer(shard.leave(i))
         elif tag == FINAL:
             self._catch_up(*message.meta)
-            self._send_weights(message.frm, LAST)
+            self._send_weights(message.frm, LAST, self._weights())
         elif tag == SAVE:
             self._catch_up(*message.meta)
             found = shard.pieces(self._w.flat.places)
@@ -238,19 +257,25 @@ class Keeper:
             self._post.send(message.frm, READY)
 
     def _answer(self, admitted: list[int]) -> None:
+        """One copy for all: nobody changes it, so it is also what they have seen."""
+        weights = self._weights() if admitted else []
         for i in admitted:
-            self._w.move(self._shard.nbytes)
-            copies = self._send_weights(self._clients[i], WEIGHTS)
+            self._send_weights(self._clients[i], WEIGHTS, weights)
             if self._shard.seen:
-                self._shard.seen[i] = copies  # nobody changes them, so what was sent need not be copied again
+                self._shard.seen[i] = weights
 
-    def _send_weights(self, rank: int, tag: Tag) -> list[Tensor]:
-        """Send a copy: the shard goes on changing its own weights."""
+    def _weights(self) -> list[Tensor]:
+        """The weights as they are now, and as they stay until they are read."""
+        weights = [h.weights for h in self._shard.holdings]
+        if self._lends:
+            return weights
+        self._w.move(self._shard.nbytes)
+        return [x if x.is_meta else x.clone() for x in weights]
+
+    def _send_weights(self, rank: int, tag: Tag, weights: list[Tensor]) -> None:
         ledger, i = self._shard.ledger, self._number[rank]
-        copies = [h.weights if h.weights.is_meta else h.weights.clone() for h in self._shard.holdings]
-        self._post.send(rank, tag, (ledger.version, ledger.lag[i], ledger.refused[i]), copies)
+        self._post.send(rank, tag, (ledger.version, ledger.lag[i], ledger.refused[i]), weights)
         ledger.refused[i] = 0
-        return copies
 
 
 class MessageLane:

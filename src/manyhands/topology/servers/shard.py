@@ -218,7 +218,7 @@ class Shard:
             return
         for one in ledger.all_pending():
             if not self._accept(ledger.version - one.seen, False):
-                self._inbox.take(one.slot)
+                self._inbox.give_back(one.slot)
                 ledger.take([one])
                 ledger.refused[one.worker] = 1
 
@@ -228,12 +228,14 @@ class Shard:
             return
         slots = [one.slot for one in group]
         gradients = [self._gradients(slots, place) for place in range(len(self.holdings))]
-        untouched = frozenset.intersection(*[self._inbox.take(slot) for slot in slots])
+        untouched = frozenset.intersection(*[self._inbox.untouched(slot) for slot in slots])
         into = self.memories(*self._asks) if self._hands_on else [()] * len(self.holdings)
         for place, holding in enumerate(self.holdings):
             at, each = self._at(group, place), self._each(group, place)
             over = at.count if self.when.merges else 1
             holding.merge(gradients[place], at, untouched, into[place], each, over)
+        for slot in slots:
+            self._inbox.give_back(slot)
         if self._hands_on:
             self.copied = self.ledger.version + 1
 

@@ -66,9 +66,12 @@ class SharedInbox:
         self.codec.decode(payload, self._decoded[place])
         return [self._decoded[place]]
 
-    def take(self, slot: int) -> frozenset[int]:
-        """The parameters that were not touched."""
+    def untouched(self, slot: int) -> frozenset[int]:
+        """As its worker said."""
         return frozenset(self._skipped[slot].nonzero().flatten().tolist()) if self._keeps else self._mine[1]
+
+    def give_back(self, slot: int) -> None:
+        """No message brought it; its memory stays for the next one."""
 
 
 class SharedLane:
