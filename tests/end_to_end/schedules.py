@@ -139,7 +139,7 @@ class Schedule:
         in_memory = len(set(self.cluster.placement())) == 1 and "owner" not in rule.needs and not self.relays
         if self.cluster.servers or in_memory:
             return set()
-        by_layer = self.knobs.get("shard") == "layer" or not rule.elementwise
+        by_layer = self.knobs.get("shard", "size") != "size" or not rule.elementwise
         return set(range(min(self.workers, LAYERS if by_layer else LAYERS * WIDTH)))
 
     def run(self, **changes):
@@ -214,7 +214,7 @@ def _knobs(method, chance, workers, lr):
         if chance.random() < 0.15 and not plain_only:
             own["rule"] = chance.choice([Adam(lr), Momentum(lr, 0.5), Torch(torch.optim.RMSprop, lr=0.01)])
     if method in (*SERVED, *ELASTIC):
-        own["shard"] = chance.choice(["size", "size", "layer"])
+        own["shard"] = chance.choice(["size", "layer", "round-robin"])
     if method in SERVED and chance.random() < 0.4:
         own["codec"] = chance.choice([Feedback(TopK(0.5)), Feedback(TopK(0.1)), Feedback(Half())])
     if own.get("asynchronous") and chance.random() < 0.4:

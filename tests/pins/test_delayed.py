@@ -4,23 +4,12 @@ import math
 
 import pytest
 import torch
-from toys import toy_t
+from toys import COPIES, PLACES, SCHEDULE_A, WHERE, toy_t
 
 import manyhands as mh
 from manyhands.core.protocols import At
 from manyhands.rules import AdaptiveDamping, Momentum, Sgd, StalenessAware, TotalMomentum, chain
 from manyhands.topology.servers.shard import Shard
-
-PLACES = {
-    "one server": {"servers": 1},
-    "two servers": {"servers": 2},
-    "three servers": {"servers": 3},
-    "co-located": {},
-    "shared": {"hosts": 1},
-}
-WHERE = pytest.mark.parametrize("where", PLACES)
-SCHEDULE_A = [0, 1, 0, 1]
-COPIES = 3
 
 
 @pytest.fixture

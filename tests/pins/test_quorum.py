@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toys import parabolas, toy_t
+from toys import COPIES, PLACES, SCHEDULE_A, WHERE, parabolas, toy_t
 
 import manyhands as mh
 from manyhands.codecs import Feedback, TopK
@@ -12,16 +12,6 @@ from manyhands.core.errors import Refused
 from manyhands.rules import DelayCompensation, Sgd, chain
 from manyhands.topology.servers.messages import Keeper
 from manyhands.topology.servers.shard import Shard
-
-PLACES = {
-    "one server": {"servers": 1},
-    "three servers": {"servers": 3},
-    "co-located": {},
-    "shared": {"hosts": 1},
-}
-WHERE = pytest.mark.parametrize("where", PLACES)
-SCHEDULE_A = [0, 1, 0, 1]
-COPIES = 3
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from toys import SECOND, probed
+from toys import SECOND, noisy, probed
 
 import manyhands as mh
 from manyhands.hands import Hands
@@ -67,17 +67,6 @@ def test_without_a_history_it_is_steepest_descent():
 
 
 # -- torch ----------------------------------------------------------------------------------------
-
-
-def noisy(samples=24, batch_size=3):
-    """A small problem in double precision that is not convex."""
-    draw = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(samples, size, generator=draw, dtype=torch.float64) for size in (4, 2))
-
-    def model():
-        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-    return mh.Task(model, TensorDataset(x, y), nn.functional.mse_loss, batch_size)
 
 
 def train(task=None, steps=24, cluster=None, **knobs):

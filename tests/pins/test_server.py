@@ -74,7 +74,7 @@ def test_adagrads_first_step_is_the_rate(server_values):
     assert server_values == pytest.approx([0.25], abs=1e-12)
 
 
-@pytest.mark.parametrize("how", ["size", "layer"])
+@pytest.mark.parametrize("how", ["size", "layer", "round-robin"])
 def test_the_number_of_shards_does_not_matter_when_pushes_are_atomic(digits64, how):
     order = [0, 1, 1, 0, 0, 1]
     runs = [
@@ -203,7 +203,7 @@ def test_a_warm_start_ends_with_the_first_worker(where, digits64):
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("how", ["size", "layer"])
+@pytest.mark.parametrize("how", ["size", "layer", "round-robin"])
 def test_error_feedback_composes_with_sharding(digits64, how, servers):
     """Whatever the shards: all that was pushed plus all that is remembered is all that was computed."""
     computed, memory = {}, {}
@@ -230,7 +230,7 @@ def test_top_k_of_everything_is_dense(digits64):
 
 
 @pytest.mark.parametrize("servers", [1, 2, 4])
-@pytest.mark.parametrize("how", ["size", "layer"])
+@pytest.mark.parametrize("how", ["size", "layer", "round-robin"])
 def test_bulk_results_do_not_depend_on_the_sharding(digits64, how, servers):
     one = mh.train(digits64, mh.bsp_server(), cluster=mh.Cluster(workers=3), steps=3)
     cut = mh.train(digits64, mh.bsp_server(shard=how), cluster=mh.Cluster(workers=3, servers=servers), steps=3)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
-from toys import SECOND, Parabola, parabolas, probed, toy_t
+from toys import SECOND, Parabola, noisy, parabolas, probed, toy_t
 
 import manyhands as mh
 from manyhands.rules import Sgd
@@ -23,17 +23,6 @@ def test_three_updates_by_hand():
     mh.train(toy_t(), strategy, cluster=mh.Cluster(workers=2, speeds=[1, 1 / 1.75]), steps=3)
     assert [rank for rank, _ in us][:3] == [0, 1, 0]
     assert [u for _, u in us][:3] == pytest.approx([0.35, 0.70, 1.015], abs=1e-9)
-
-
-def noisy(samples=24, batch_size=3):
-    """A small problem in double precision, whose samples do not agree."""
-    draw = torch.Generator().manual_seed(3)
-    x, y = (torch.randn(samples, size, generator=draw, dtype=torch.float64) for size in (4, 2))
-
-    def model():
-        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-    return mh.Task(model, TensorDataset(x, y), nn.functional.mse_loss, batch_size)
 
 
 def gradient(task, model, batch):

@@ -1,5 +1,6 @@
 """The toy problems of the literature's hand calculations, as tasks of ours, and ways to look inside a run."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -7,6 +8,18 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 
 SECOND = 50e9  # floating-point operations that take a core of speed 1 one second
+
+PLACES = {
+    "one server": {"servers": 1},
+    "two servers": {"servers": 2},
+    "three servers": {"servers": 3},
+    "co-located": {},
+    "shared": {"hosts": 1},
+}
+"""Where weights can be kept: knobs of a cluster."""
+WHERE = pytest.mark.parametrize("where", PLACES)
+SCHEDULE_A = [0, 1, 0, 1]
+COPIES = 3
 
 
 class Parabola(nn.Module):
@@ -70,3 +83,14 @@ def number(result):
     """The one weight of a toy."""
     (weight,) = result.weights.values()
     return weight.item()
+
+
+def noisy(samples=24, batch_size=3):
+    """A small problem in double precision that is not convex, and whose samples do not agree."""
+    draw = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(samples, size, generator=draw, dtype=torch.float64) for size in (4, 2))
+
+    def model():
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+    return mh.Task(model, TensorDataset(x, y), nn.functional.mse_loss, batch_size)

@@ -27,7 +27,7 @@ def downpour(
     warm_start: int = 0,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     groups: int = 0,
     replicas: Literal[1, 2] = 1,
 ) -> Server:
@@ -58,7 +58,7 @@ def downpour(
         warm_start: steps that the first client takes alone before the others begin.
         rule: how the server applies a gradient, instead of Adagrad with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """

@@ -31,7 +31,7 @@ def dc_asgd(
     mean_squares: int = 1,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     replicas: Literal[1, 2] = 1,
 ) -> Server:
     """DC-ASGD: a late gradient is corrected for the way the weights have gone since it was computed.
@@ -62,7 +62,7 @@ def dc_asgd(
         mean_squares: how many mean squares a shard keeps: one for all workers, or as many as there are workers.
         rule: how the corrected gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     usual = 2.0 if adaptive else 0.04
@@ -74,7 +74,7 @@ def staleness_aware(
     lr: float = 0.15,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Staleness-aware SGD: the learning rate of a gradient is divided by its staleness.
@@ -98,7 +98,7 @@ def staleness_aware(
         lr: eta, the learning rate of a gradient that is not stale.
         rule: how the divided gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     step = chain(StalenessAware(), rule or Sgd(lr))
@@ -109,7 +109,7 @@ def dyn_sgd(
     lr: float = 0.3,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     replicas: Literal[1, 2] = 1,
 ) -> Server:
     """DynSGD: an update counts the less the more others have come since its worker read the weights.
@@ -133,7 +133,7 @@ def dyn_sgd(
         lr: eta, the learning rate of a gradient that is not stale.
         rule: how the divided gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     return Server(Free(), chain(AgeAware(), rule or Sgd(lr)), codec or Raw(), shard, prefetch=True, copies=replicas)
@@ -145,7 +145,7 @@ def agn(
     local_lr: float | None = None,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Accumulated gradient normalization: workers explore for some steps, then push the mean of their gradients.
@@ -171,7 +171,7 @@ def agn(
         local_lr: the learning rate of a worker's own steps; lr if not given.
         rule: how the server applies the mean gradient, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     local = lr if local_lr is None else local_lr
@@ -187,7 +187,7 @@ def adag(
     local_lr: float | None = None,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     replicas: Literal[1, 2] = 1,
 ) -> Server:
     """ADAG: accumulated gradients as in agn, damped in those coordinates that others have moved meanwhile.
@@ -216,7 +216,7 @@ def adag(
         local_lr: the learning rate of a worker's own steps; lr if not given.
         rule: how the server applies the damped gradient, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     local = lr if local_lr is None else local_lr
@@ -230,7 +230,7 @@ def asgd_momentum(
     total: float = 0.9,
     momentum: float | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     replicas: Literal[1, 2] = 1,
 ) -> Server:
     """Asynchronous SGD with momentum: only as much of it as asynchrony does not bring by itself.
@@ -255,7 +255,7 @@ def asgd_momentum(
         total: mu*, the best momentum of one worker.
         momentum: mu, the momentum at the shard, instead of what is left of mu*; may be negative.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
     rule = TotalMomentum(lr, total) if momentum is None else Momentum(lr, momentum)

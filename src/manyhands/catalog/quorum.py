@@ -19,7 +19,7 @@ def backup_workers(
     distinct: bool = True,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
 ) -> Server:
     """Synchronous SGD with backup workers: an update is made of the first gradients, the slowest workers are spared.
 
@@ -45,7 +45,7 @@ def backup_workers(
         distinct: whether the gradients of an update are of distinct workers; if not, a fast worker may bring several.
         rule: how the mean is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given. What was dropped stays in its memory.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
     """
     when = Quorum(spare=backups, fresh=True, distinct=distinct)
     return Server(when, rule or Sgd(lr), codec or Raw(), shard, draws_from_all=True)
@@ -56,7 +56,7 @@ def k_sync(
     lr: float = 0.3,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
 ) -> Server:
     """K-sync SGD: an update is made of the first k gradients at the newest weights; the others begin again.
 
@@ -80,7 +80,7 @@ def k_sync(
         lr: eta, the learning rate.
         rule: how the mean is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given. What was dropped stays in its memory.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
     """
     when = Quorum(k, spare=0 if k else 1, fresh=True)
     return Server(when, rule or Sgd(lr), codec or Raw(), shard, draws_from_all=True)
@@ -91,7 +91,7 @@ def k_async(
     lr: float = 0.15,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
 ) -> Server:
     """K-async SGD: an update is made of the first k gradients of distinct workers, however old they are.
 
@@ -115,7 +115,7 @@ def k_async(
         lr: eta, the learning rate.
         rule: how the mean is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
     """
     return Server(Quorum(k, parts=1 if k else 2), rule or Sgd(lr), codec or Raw(), shard)
 
@@ -125,7 +125,7 @@ def k_batch_async(
     lr: float = 0.15,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
 ) -> Server:
     """K-batch-async SGD: an update is made of any k gradients, and nobody waits.
 
@@ -149,7 +149,7 @@ def k_batch_async(
         lr: eta, the learning rate.
         rule: how the mean is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
     """
     return Server(Quorum(k, parts=1 if k else 2, distinct=False), rule or Sgd(lr), codec or Raw(), shard, prefetch=True)
 
@@ -160,7 +160,7 @@ def softsync(
     modulated: bool = True,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     groups: int = 0,
 ) -> Server:
     """n-softsync: an update is made of any P/n gradients, each divided by its staleness; nobody waits.
@@ -187,7 +187,7 @@ def softsync(
         modulated: divide each gradient by its staleness; if not, it is k-batch-async.
         rule: how the mean is applied, instead of SGD with lr.
         codec: what a push looks like on the wire; raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
     """
     step = rule or Sgd(lr)

@@ -20,7 +20,7 @@ def ssp(
     cache: bool = False,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     groups: int = 0,
     replicas: Literal[1, 2] = 1,
 ) -> Server:
@@ -48,7 +48,7 @@ def ssp(
         cache: keep what was read for as long as it may be used.
         rule: how a gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """

@@ -44,7 +44,7 @@ def bsp_server(
     lr: float = 0.3,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     groups: int = 0,
     replicas: Literal[1, 2] = 1,
 ) -> Server:
@@ -65,7 +65,7 @@ def bsp_server(
         lr: eta, the learning rate.
         rule: how the mean gradient is applied, instead of SGD with lr.
         codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
         groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
         replicas: how many servers keep each shard; with 2 a lost server is not missed.
     """
@@ -77,7 +77,7 @@ def hierarchical_server(
     lr: float = 0.3,
     rule: Rule | None = None,
     codec: Codec | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
 ) -> Server:
     """Hierarchical parameter servers: gradients are summed on their way up a tree, weights go down the same way.
 
@@ -106,7 +106,7 @@ def hierarchical_server(
         lr: eta, the learning rate.
         rule: how the mean gradient is applied, instead of SGD with lr.
         codec: what a push of a worker looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
-        shard: whether servers keep equal stretches of the weights (size) or whole layers (layer).
+        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
     """
     refuse_unless(groups >= 2, "groups", groups, ">= 2")
     return Server(Bulk(), rule or Sgd(lr), codec or Raw(), shard, groups=groups)
@@ -119,7 +119,7 @@ def easgd(
     period: int = 1,
     asynchronous: bool = False,
     rule: Rule | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     codec: Codec | None = None,
 ) -> Elastic:
     """Elastic averaging SGD: workers explore on their own, tied to a common centre by a spring.
@@ -160,7 +160,7 @@ def eamsgd(
     period: int = 1,
     asynchronous: bool = False,
     rule: Rule | None = None,
-    shard: Literal["size", "layer"] = "size",
+    shard: Literal["size", "layer", "round-robin"] = "size",
     codec: Codec | None = None,
 ) -> Elastic:
     """Elastic averaging with momentum: like easgd, but a worker's own moves have inertia; the spring has none.

@@ -1,13 +1,16 @@
 """Who keeps which weights: parameter servers sharded by size or by layer.
 
-by_size    the flat vector cut into equal stretches; layers may be cut, the load is even to one element
-by_layer   whole layers, the largest first, each to the server with the least so far
+size           the flat vector cut into equal stretches; layers may be cut, the load is even to one element
+layer          whole layers, the largest first, each to the server with the least so far
+round-robin    whole layers, to one server after the other
 
-VGG-16 on 4 servers: by layer the fullest one keeps 2.97 times the mean, by size exactly 1.
+VGG-16 on 4 servers: the fullest one keeps 3.06 times the mean with layers in turn, 2.97 by layer, exactly 1 by size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
 from typing import Literal
 
 from torch import nn
@@ -18,7 +21,7 @@ from manyhands.core.protocols import Rule
 
 Shards = list[list[Span]]
 """For every shard the spans it keeps."""
-Sharding = Literal["size", "layer"]
+Sharding = Literal["size", "layer", "round-robin"]
 
 
 def by_size(flat: Flat, count: int) -> Shards:
@@ -45,18 +48,33 @@ def _spans(flat: Flat, start: int, stop: int) -> list[Span]:
 
 
 def by_layer(flat: Flat, count: int) -> Shards:
-    """Give whole layers (a module's own parameters) to servers, largest first, least loaded first."""
+    """Give whole layers to servers, largest first, least loaded first."""
+    shards: Shards = [[] for _ in range(count)]
+    loads = [0] * count
+    for spans in sorted(_layers(flat, count), key=_load, reverse=True):
+        least = loads.index(min(loads))
+        shards[least] += spans
+        loads[least] += _load(spans)
+    return [sorted(spans) for spans in shards]
+
+
+def in_turn(flat: Flat, count: int) -> Shards:
+    """Give whole layers to servers, one after the other."""
+    layers = _layers(flat, count)
+    return [sorted(chain(*layers[number::count])) for number in range(count)]
+
+
+def _layers(flat: Flat, count: int) -> list[list[Span]]:
+    """What each layer, a module's own parameters, has; there must be one for each of `count` servers."""
     layers: dict[str, list[Span]] = {}
     for place in flat.places:
         layers.setdefault(place.name.rpartition(".")[0], []).append(place.span)
     refuse_unless(count <= len(layers), "servers", count, f"<= {len(layers)}, the number of layers (sharding by layer)")
-    shards: Shards = [[] for _ in range(count)]
-    loads = [0] * count
-    for spans in sorted(layers.values(), key=lambda spans: -sum(span.numel for span in spans)):
-        least = loads.index(min(loads))
-        shards[least] += spans
-        loads[least] += sum(span.numel for span in spans)
-    return [sorted(spans) for spans in shards]
+    return list(layers.values())
+
+
+def _load(spans: list[Span]) -> int:
+    return sum(span.numel for span in spans)
 
 
 def check_servers(servers: int, model: nn.Module) -> None:
@@ -65,12 +83,14 @@ def check_servers(servers: int, model: nn.Module) -> None:
     refuse_unless(servers <= parameters, "servers", servers, f"<= {parameters}, the number of parameters")
 
 
+WAYS: dict[Sharding, Callable[[Flat, int], Shards]] = {"size": by_size, "layer": by_layer, "round-robin": in_turn}
+
+
 def cut(flat: Flat, how: Sharding, count: int, rule: Rule, *, at_most: bool = False) -> Shards:
     """Shards of a model, whole layers if the rule needs them; `at_most`: fewer if there is not enough to cut."""
-    if how not in ("size", "layer"):
-        raise Refused(f"shard is {how!r}, but must be 'size' or 'layer'")
-    how = how if rule.elementwise else "layer"
+    if how not in WAYS:
+        raise Refused(f"shard is {how!r}, but must be one of {', '.join(WAYS)}")
+    how = "layer" if how == "size" and not rule.elementwise else how
     if at_most:
-        layers = len({place.name.rpartition(".")[0] for place in flat.places})
-        count = min(count, layers if how == "layer" else flat.numel)
-    return by_size(flat, count) if how == "size" else by_layer(flat, count)
+        count = min(count, flat.numel if how == "size" else len(_layers(flat, 0)))
+    return WAYS[how](flat, count)
