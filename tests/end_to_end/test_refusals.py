@@ -65,7 +65,7 @@ KNOBS = [
     (make(mh.sandblaster, iterations=0), "iterations is 0, but must be >= 1"),
     (make(mh.gpipe, micro_batches=0), "micro_batches is 0, but must be >= 1"),
     (train(mh.gpipe, batch_size=30), "batch_size is 30, but must be divisible by micro_batches = 4"),
-    (train(lambda: mh.ssp(shard="rows")), "shard is 'rows', but must be 'size' or 'layer'"),
+    (train(lambda: mh.ssp(shard="rows")), "shard is rows, but must be one of size, layer, round-robin"),
     (train(lambda: mh.bsp(collective="gossip")), "collective is gossip, but must be one of auto, native, shared, ring"),
     (make(mh.gossip, mode="shout"), "mode is shout, but must be one of push, pull, pairwise"),
     (make(mh.gossip, period=0), "period is 0, but must be >= 1"),

@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Flat, Span
 from manyhands.core.protocols import Rule
 
@@ -88,8 +88,7 @@ WAYS: dict[Sharding, Callable[[Flat, int], Shards]] = {"size": by_size, "layer":
 
 def cut(flat: Flat, how: Sharding, count: int, rule: Rule, *, at_most: bool = False) -> Shards:
     """Shards of a model, whole layers if the rule needs them; `at_most`: fewer if there is not enough to cut."""
-    if how not in WAYS:
-        raise Refused(f"shard is {how!r}, but must be one of {', '.join(WAYS)}")
+    refuse_unless(how in WAYS, "shard", how, f"one of {', '.join(WAYS)}")
     how = "layer" if how == "size" and not rule.elementwise else how
     if at_most:
         count = min(count, flat.numel if how == "size" else len(_layers(flat, 0)))
