@@ -11,8 +11,8 @@ from manyhands.consistency import Bulk, Free, Quorum, Stale
 from manyhands.core.flat import Place, Span
 from manyhands.core.holding import Holding
 from manyhands.rules import Sgd
+from manyhands.topology.servers.inbox import inbox_of
 from manyhands.topology.servers.ledger import NEVER, Ledger
-from manyhands.topology.servers.messages import inbox_of
 from manyhands.topology.servers.shard import Shard
 
 ALL = [Bulk(), Stale(0), Stale(1), Stale(2), Free()]

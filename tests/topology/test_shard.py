@@ -14,7 +14,7 @@ from manyhands.core import holding as blocks
 from manyhands.core.flat import Flat, Span
 from manyhands.core.holding import Holding
 from manyhands.rules import Adagrad, Adam, Momentum, Sgd
-from manyhands.topology.servers import messages
+from manyhands.topology.servers import inbox as inboxes
 from manyhands.topology.servers.ledger import Ledger
 from manyhands.topology.servers.shard import Shard
 from manyhands.topology.servers.shared import SharedInbox
@@ -31,7 +31,7 @@ def model_flat():
 
 def inbox_of(kind, flat, codec, slots):
     if kind == "lent":
-        return messages.inbox_of(codec)
+        return inboxes.inbox_of(codec)
     memory = {}
 
     def shared(name, numel, dtype):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from manyhands.consistency import Rounds
 from manyhands.core.protocols import Rule
 from manyhands.rules import Adam, Block, Nesterov, Sgd
 from manyhands.strategies.local_steps import LocalSteps
-from manyhands.topology.averages import ByFisher, ByLoss, BySamples
+from manyhands.topology.averages import ByFisher, ByLoss, BySamples, Weight
 
 __all__ = ["bmuf", "diloco", "model_averaging", "post_local_sgd", "simuparallel", "weighted_averaging"]
 
-WEIGHTS = {"samples": BySamples, "loss": ByLoss, "fisher": ByFisher}
+WEIGHTS: dict[str, Callable[[], Weight]] = {"samples": BySamples, "loss": ByLoss, "fisher": ByFisher}
 
 
 def simuparallel(lr: float = 0.2, own_share: bool = False, rule: Rule | None = None) -> LocalSteps:

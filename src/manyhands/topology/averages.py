@@ -15,6 +15,7 @@ Reference for weights per parameter: J. Hermans, "On scalable deep learning and 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,7 +47,7 @@ class Weight(Protocol):
 
 
 @dataclass
-class _Summed:
+class _Summed(ABC):
     """A weight made of a sum over steps."""
 
     sums: list[Tensor] = field(default_factory=list, init=False)
@@ -56,9 +57,9 @@ class _Summed:
         parts = [self.of_step(part, loss, samples) for part in w.flat.parts]
         self.sums = [a + b for a, b in zip(self.sums, parts, strict=True)] if self.sums else parts
 
+    @abstractmethod
     def of_step(self, part: Part, loss: float, samples: int) -> Tensor:
         """What one step adds."""
-        raise NotImplementedError
 
     def take(self, w: Worker) -> list[Tensor]:
         """Begin a new sum."""

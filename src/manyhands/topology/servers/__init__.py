@@ -19,10 +19,10 @@ from manyhands.core.flat import Span
 from manyhands.core.holding import Holding, corrects
 from manyhands.core.protocols import WAITING, Codec, Consistency, Post, Rule
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.inbox import Kept, pending_slots
+from manyhands.topology.servers.inbox import Kept, inbox_of, pending_slots
 from manyhands.topology.servers.lane import Lane
 from manyhands.topology.servers.ledger import Ledger
-from manyhands.topology.servers.messages import Keeper, MessageLane, inbox_of
+from manyhands.topology.servers.messages import Keeper, MessageLane
 from manyhands.topology.servers.relay import Relay, RelayedLane, Tree
 from manyhands.topology.servers.replicas import Replica, lifelines
 from manyhands.topology.servers.shard import Shard

@@ -96,6 +96,44 @@ class Sums:
         return [g]
 
 
+class LentInbox:
+    """Gradients stay in the messages that brought them until they are applied."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._lent: dict[int, tuple[Payload, frozenset[int], Callable[[], None]]] = {}
+
+    def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
+        """Keep the message."""
+        self._lent[slot] = payload, frozenset(untouched), release
+
+    def write(self, slot: int, place: int, out: Tensor) -> None:
+        """Decode straight from the message."""
+        self.codec.decode(self._lent[slot][0][place], out)
+
+    def untouched(self, slot: int) -> frozenset[int]:
+        """As its worker said."""
+        return self._lent[slot][1]
+
+    def give_back(self, slot: int) -> None:
+        """Release the message."""
+        self._lent.pop(slot)[2]()
+
+
+class PlainInbox(LentInbox):
+    """Of a plain codec they need not be decoded."""
+
+    def gradients(self, slots: list[int], place: int) -> list[Tensor]:
+        """Where they came in."""
+        assert isinstance(self.codec, Plain)
+        return [self.codec.plain(self._lent[slot][0][place]) for slot in slots]
+
+
+def inbox_of(codec: Codec) -> LentInbox:
+    """Where gradients are until they are applied, which nobody goes on before."""
+    return PlainInbox(codec) if isinstance(codec, Plain) else LentInbox(codec)
+
+
 class Kept:
     """Gradients are taken out of the messages that brought them, each into memory of its own.
 

@@ -26,7 +26,7 @@ In a tree of servers it is not the workers that come to a keeper, but the relays
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -35,10 +35,10 @@ from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
-from manyhands.core.protocols import Codec, Message, Meta, Post, Saved, Tag, recv
+from manyhands.core.protocols import Message, Meta, Post, Saved, Tag, recv
 from manyhands.core.saving import Piece
 from manyhands.core.worker import Worker
-from manyhands.topology.servers.inbox import Payload, Plain
+from manyhands.topology.servers.inbox import Payload
 from manyhands.topology.servers.shard import Shard
 
 ASK, DONE, FINAL = Tag("ask", carries="nothing"), Tag("done", carries="nothing"), Tag("final", carries="nothing")
@@ -78,44 +78,6 @@ def regroup(tensors: Sequence[Tensor], lengths: Sequence[int]) -> Payload:
     """A message's tensors, as one payload per span."""
     stops = list(accumulate(lengths))
     return [tensors[stop - length : stop] for stop, length in zip(stops, lengths, strict=True)]
-
-
-class LentInbox:
-    """Gradients stay in the messages that brought them until they are applied."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-        self._lent: dict[int, tuple[Payload, frozenset[int], Callable[[], None]]] = {}
-
-    def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
-        """Keep the message."""
-        self._lent[slot] = payload, frozenset(untouched), release
-
-    def write(self, slot: int, place: int, out: Tensor) -> None:
-        """Decode straight from the message."""
-        self.codec.decode(self._lent[slot][0][place], out)
-
-    def untouched(self, slot: int) -> frozenset[int]:
-        """As its worker said."""
-        return self._lent[slot][1]
-
-    def give_back(self, slot: int) -> None:
-        """Release the message."""
-        self._lent.pop(slot)[2]()
-
-
-class PlainInbox(LentInbox):
-    """Of a plain codec they need not be decoded."""
-
-    def gradients(self, slots: list[int], place: int) -> list[Tensor]:
-        """Where they came in."""
-        assert isinstance(self.codec, Plain)
-        return [self.codec.plain(self._lent[slot][0][place]) for slot in slots]
-
-
-def inbox_of(codec: Codec) -> LentInbox:
-    """Where gradients are until they are applied, which nobody goes on before."""
-    return PlainInbox(codec) if isinstance(codec, Plain) else LentInbox(codec)
 
 
 class Keeper:
