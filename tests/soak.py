@@ -13,6 +13,7 @@ from manyhands.cli.index import methods
 
 TESTS = Path(__file__).parent
 FAULTS = ["-x", *(TESTS / name for name in ("real/test_faults.py", "real/test_stops.py", "runtime/test_hostile.py"))]
+ALL = "soak or not soak"
 MATRIX = ["--dist", "loadgroup", TESTS / "matrix"]
 
 
@@ -22,7 +23,9 @@ class Failed(Exception):
 
 def passed(*words):
     """How many tests pytest has passed, two at a time."""
-    done = subprocess.run([sys.executable, "-m", "pytest", "-n", "2", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n", "2", "-m", ALL, *words], capture_output=True, text=True
+    )
     if done.returncode:
         raise Failed(done.stdout + done.stderr)
     return int(re.findall(r"(\d+) passed", done.stdout)[-1])

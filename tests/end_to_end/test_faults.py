@@ -84,11 +84,8 @@ def test_one_worker_is_enough(method, place):
     ("method", "place", "rank"),
     [
         ("ssp", "servers", 0),
-        ("ssp", "one host", 3),
         ("downpour", "servers", 1),
-        ("dc_asgd", "servers", 2),
         ("dc_asgd", "one host", 0),
-        ("easgd asynchronous", "one host", 0),
         ("ad_psgd", "apart", 0),
         ("gossip", "apart", 3),
         ("hogwild", "one host", 2),
@@ -206,7 +203,7 @@ def test_no_schedule_of_faults_makes_a_run_hang(method, place):
     until = 1.2 * run(method, place, data=data, steps=6).seconds
     ranks = 4 + PLACES[place].get("servers", 0)
     ended = []
-    for seed in range(8):
+    for seed in range(5):
         draw = random.Random(f"{method} {place} {seed}")
         ended.append(ends_well(method, place, schedule(draw, ranks, until), data, 6))
     hurt = [result is None or result.lost for result in ended]
@@ -220,7 +217,7 @@ def test_the_lead_may_be_lost_at_any_moment_of_the_end(method, place):
     ends = run(method, place, late, data, steps=3).seconds
     outcomes = []
     pace = LATENCY / 2 if place != "one host" else LATENCY / 200
-    for moment in range(0, 24, 2):
+    for moment in range(0, 24, 3):
         at = max(0.0, ends + (moment - 4) * pace)
         outcomes.append(ends_well(method, place, [*late, mh.Die(0, at)], data, 3))
     assert all(outcome is None or outcome.weights is not None for outcome in outcomes)

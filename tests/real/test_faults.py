@@ -44,7 +44,8 @@ FAULTS = pytest.mark.parametrize(("act", "why"), [(kill, KILLED), (stop, STOPPED
 
 @FAULTS
 @pytest.mark.parametrize(
-    ("method", "link"), [(mh.bsp, "shm"), (mh.bsp, "tcp"), (mh.gpipe, "shm"), (mh.pipedream, "tcp")]
+    ("method", "link"),
+    [(mh.bsp, "shm"), (mh.bsp, "tcp"), pytest.param(mh.gpipe, "shm", marks=pytest.mark.soak), (mh.pipedream, "tcp")],
 )
 def test_a_method_that_needs_everyone_stops_at_once(method, link, act, why, tmp_path, caplog, quickly):
     strike = Strike(act, tmp_path)
@@ -71,10 +72,10 @@ def test_any_method_stops_without_its_server(tmp_path, caplog, capfd):
     [
         (mh.ssp, kill, KILLED),
         (mh.ssp, stop, STOPPED),
-        (mh.downpour, kill, KILLED),
-        (functools.partial(mh.easgd, asynchronous=True), kill, KILLED),
+        pytest.param(mh.downpour, kill, KILLED, marks=pytest.mark.soak),
+        pytest.param(functools.partial(mh.easgd, asynchronous=True), kill, KILLED, marks=pytest.mark.soak),
         (mh.ad_psgd, kill, KILLED),
-        (mh.gossip, kill, KILLED),
+        pytest.param(mh.gossip, kill, KILLED, marks=pytest.mark.soak),
         (mh.hogwild, kill, KILLED),
     ],
     ids=["ssp", "ssp stopped", "downpour", "easgd asynchronous", "ad_psgd", "gossip", "hogwild"],

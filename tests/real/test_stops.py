@@ -136,7 +136,15 @@ def test_so_do_scripts_that_never_join(script, start):
 # -- SIGTERM ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "link"), [("bsp", "tcp"), ("ssp", "shm"), ("d_psgd", "shm"), ("pipedream", "shm")])
+@pytest.mark.parametrize(
+    ("method", "link"),
+    [
+        ("bsp", "tcp"),
+        ("ssp", "shm"),
+        pytest.param("d_psgd", "shm", marks=pytest.mark.soak),
+        pytest.param("pipedream", "shm", marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_that_is_asked_to_stop_can_be_resumed(method, link, tmp_path, script, start, quickly):
     program = start(script(TRAINS, method=method, link=link, steps=10**5), tmp_path / "out")
     until(lambda: trains(tmp_path / "out"))

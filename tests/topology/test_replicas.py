@@ -53,7 +53,7 @@ def run(strategy, task=learning, servers=3, faults=(), steps=STEPS, train=None, 
     return mh.train(task(), strategy, cluster=machines, steps=steps, seed=3, **(train or {}))
 
 
-def moments(seconds, count=60):
+def moments(seconds, count=30):
     """Instants from before the first message until after the last."""
     return [1.05 * seconds * moment / count for moment in range(count)]
 
@@ -126,7 +126,7 @@ def test_every_gradient_travels_twice_and_every_answer_waits_for_a_round_trip():
 @pytest.mark.parametrize("method", BULK)
 def test_a_bulk_run_without_one_of_its_servers_gives_the_same_bits(method, servers):
     whole = run(BULK[method](), servers=servers)
-    times, hurt = moments(whole.seconds, 60 if method == "sgd" else 20), 0
+    times, hurt = moments(whole.seconds, 30 if method == "sgd" else 10), 0
     for number, at in enumerate(times):
         rank = WORKERS + number % servers
         result = run(BULK[method](), servers=servers, faults=[mh.Die(rank, at)])
@@ -140,7 +140,7 @@ def test_a_bulk_run_without_one_of_its_servers_gives_the_same_bits(method, serve
 def test_every_mini_batch_counts_once_whichever_server_dies(method, servers):
     whole = run(COUNTED[method](), counting, servers)
     assert counts(whole) == [WORKERS * STEPS] * 12
-    times, hurt = moments(whole.seconds, 60 if method in ("ssp", "downpour") else 20), 0
+    times, hurt = moments(whole.seconds, 30 if method in ("ssp", "downpour") else 10), 0
     for number, at in enumerate(times):
         rank = WORKERS + number % servers
         result = run(COUNTED[method](), counting, servers, faults=[mh.Die(rank, at)])
@@ -155,7 +155,7 @@ def test_nothing_is_lost_even_if_a_worker_is_nearer_than_the_backup(method):
     """On the slow link of the backup a copy takes longer than an answer would."""
     far = mh.SlowLink(4, factor=8)
     whole = run(COUNTED[method](), counting, faults=[far])
-    for at in moments(whole.seconds, 30):
+    for at in moments(whole.seconds, 15):
         result = run(COUNTED[method](), counting, faults=[far, mh.Die(3, at)])
         assert counts(result) == [WORKERS * STEPS] * 12, f"rank 3 died at {at}"
 
@@ -171,7 +171,7 @@ def test_half_of_the_servers_may_die_if_no_two_of_them_kept_the_same_shard():
 @pytest.mark.parametrize("method", [BULK["sgd"], COUNTED["ssp"], COUNTED["downpour"]], ids=["bulk", "ssp", "downpour"])
 def test_without_both_of_its_keepers_a_shard_is_gone(method):
     whole = run(method())
-    for number, at in enumerate(moments(whole.seconds * 0.8, 20)):
+    for number, at in enumerate(moments(whole.seconds * 0.8, 12)):
         first, second = [(3, 4), (4, 3), (5, 3)][number % 3]
         with pytest.raises(mh.PeerLost) as caught:
             run(method(), faults=[mh.Die(first, at), mh.Die(second, at + [0, 2e-4, 2e-3][number % 3])])
@@ -221,7 +221,7 @@ def test_an_elastic_move_is_made_once_and_told_as_it_was():
 @pytest.mark.parametrize("method", COUNTED)
 def test_a_worker_and_a_server_die_together(method):
     whole = run(COUNTED[method](), counting)
-    for number, at in enumerate(moments(whole.seconds * 0.9, 24)):
+    for number, at in enumerate(moments(whole.seconds * 0.9, 12)):
         worker, server, later = number % 3, 3 + number % 2, [0.0, 1e-4, 5e-4][number % 3]
         faults = [mh.Die(worker, at), mh.Die(server, at + later)][:: 1 if number % 2 else -1]
         result = run(COUNTED[method](), counting, faults=faults)
@@ -294,7 +294,7 @@ def test_a_run_with_two_copies_goes_on_with_any_number_of_servers(before, after,
 def test_a_server_may_die_while_a_run_is_saved_and_goes_on(tmp_path):
     strategy = lambda: mh.bsp_server(rule=Momentum(0.05), replicas=2)  # noqa: E731
     whole = run(strategy(), train=saving(tmp_path / "whole"))
-    for number, at in enumerate(moments(whole.seconds, 24)):
+    for number, at in enumerate(moments(whole.seconds, 12)):
         folder = tmp_path / str(number)
         result = run(strategy(), faults=[mh.Die(3 + number % 3, at)], train=saving(folder))
         assert result.weights_sha256 == whole.weights_sha256
