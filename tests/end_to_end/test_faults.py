@@ -203,7 +203,7 @@ def test_no_schedule_of_faults_makes_a_run_hang(method, place):
     until = 1.2 * run(method, place, data=data, steps=6).seconds
     ranks = 4 + PLACES[place].get("servers", 0)
     ended = []
-    for seed in range(5):
+    for seed in range(8):
         draw = random.Random(f"{method} {place} {seed}")
         ended.append(ends_well(method, place, schedule(draw, ranks, until), data, 6))
     hurt = [result is None or result.lost for result in ended]

@@ -116,7 +116,7 @@ UNEVEN = {
 }
 CLUSTERS = pytest.mark.parametrize("cluster", UNEVEN.values(), ids=UNEVEN)
 WHOLE = {
-    "backup workers without backups": own_share(mh.backup_workers(backups=0)),
+    "backup workers without backups": own_share(mh.backup_workers(backups=0, lr=0.3)),
     "k-sync of all": own_share(mh.k_sync(k=4, lr=0.3)),
     "k-async of all": mh.k_async(k=4, lr=0.3),
 }

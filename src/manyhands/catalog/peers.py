@@ -13,7 +13,7 @@ __all__ = ["d_psgd", "gossip"]
 
 
 def d_psgd(
-    lr: float = 0.3,
+    lr: float = 0.2,
     graph: Literal["ring", "complete", "exponential", "torus", "random"] = "ring",
     mix: Literal["beside", "after"] = "beside",
     rule: Rule | None = None,

@@ -15,7 +15,7 @@ __all__ = ["backup_workers", "k_async", "k_batch_async", "k_sync", "softsync"]
 
 def backup_workers(
     backups: int = 1,
-    lr: float = 0.3,
+    lr: float = 0.2,
     distinct: bool = True,
     rule: Rule | None = None,
     codec: Codec | None = None,
@@ -53,7 +53,7 @@ def backup_workers(
 
 def k_sync(
     k: int | None = None,
-    lr: float = 0.3,
+    lr: float = 0.2,
     rule: Rule | None = None,
     codec: Codec | None = None,
     shard: Literal["size", "layer", "round-robin"] = "size",

@@ -113,7 +113,7 @@ def hierarchical_server(
 
 
 def easgd(
-    lr: float = 0.3,
+    lr: float = 0.2,
     center_rate: float = 0.9,
     moving_rate: float | None = None,
     period: int = 1,
