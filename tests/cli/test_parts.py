@@ -3,7 +3,7 @@
 import pytest
 
 from manyhands.cli.parts import Part, exported, read, split
-from manyhands.codecs import Feedback, TopK
+from manyhands.codecs import Feedback, TopK, WarmUp
 from manyhands.core.errors import Refused
 from manyhands.rules import Adagrad, Sgd
 
@@ -17,6 +17,11 @@ def test_names_come_from_the_folders():
 def test_nested_parts_are_read_without_building():
     part = read("feedback(topk(0.01))", "Codec")
     assert part == Part("codecs", "Feedback", (Part("codecs", "TopK", (0.01,)),))
+
+
+def test_a_name_that_two_kinds_have_is_that_of_the_kind_asked_for():
+    assert read("warmup(feedback(topk(0.01)), 50)", "Codec").build() == WarmUp(Feedback(TopK(0.01)), 50)
+    assert type(read("sgd(warmup(0.1, 100))", "Rule").build().lr).__module__ == "manyhands.rules.schedules"
 
 
 def test_case_and_parentheses_do_not_matter():

@@ -192,7 +192,7 @@ def test_a_spring_in_half_precision_sends_half_as_much(manyhands):
     words = ("train", "easgd", *SHORT, "--asynchronous", "--servers", 1, "--json")
     raw, half = (json.loads(manyhands(*words, *more).stdout)["bytes_sent"] for more in ((), ("--codec", "half")))
     assert 0.5 * raw <= half < 0.6 * raw
-    assert refused(manyhands("train", "easgd", *SHORT, "--codec", "half"), "must be Raw() unless asynchronous")
+    assert refused(manyhands("train", "easgd", *SHORT, "--codec", "feedback(half)"), "must be one without a memory")
 
 
 def test_the_command_line_wins_over_the_cluster_file(manyhands, tmp_path):

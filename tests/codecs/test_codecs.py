@@ -1,12 +1,27 @@
-"""What each codec does to the numbers, and that the compiled kernel does the same as torch."""
+"""What the plain codecs, feedback and top-k do to the numbers."""
 
 import math
 
 import pytest
 import torch
 
-from manyhands.codecs import Feedback, Half, Raw, TopK, native
+from manyhands.codecs import (
+    ByLayer,
+    Dgc,
+    Feedback,
+    Fixed,
+    Half,
+    OneBit,
+    Qsgd,
+    Raw,
+    SampledTopK,
+    Strom,
+    TernGrad,
+    TopK,
+    WarmUp,
+)
 from manyhands.core.errors import Refused
+from manyhands.core.protocols import Varies
 
 INF, NAN = math.inf, math.nan
 
@@ -68,77 +83,18 @@ def test_all_of_topk_is_dense(dtype):
     assert not memory.any()
 
 
+@pytest.mark.parametrize("kind", [TopK, SampledTopK])
 @pytest.mark.parametrize(
     ("fraction", "numel", "k"),
     [(0.07, 100, 7), (0.01, 700, 7), (0.01, 701, 8), (0.01, 1, 1), (1e-9, 1000, 1), (1, 13, 13), (0.5, 0, 0)],
 )
-def test_topk_rounds_up_and_no_further(fraction, numel, k):
-    indices, values = TopK(fraction).encode(torch.randn(numel), None)
-    assert (indices.numel(), values.numel()) == (k, k)
+def test_topk_rounds_up_and_no_further(kind, fraction, numel, k):
+    codec = kind(fraction)
+    assert codec.kept(numel) == k
+    indices, values = codec.pairs(codec.encode(torch.randn(numel), None))
+    assert indices.numel() == values.numel() <= k
+    assert indices.numel() == k or kind is SampledTopK
     assert indices.dtype == torch.int32
-
-
-def in_c(x, k):
-    if not native.loaded():
-        pytest.skip("the kernels are not compiled here")
-    return native.in_c(native._kernel(), x, k)
-
-
-@pytest.mark.parametrize("largest", [in_c, native.in_torch], ids=["c", "torch"])
-@pytest.mark.parametrize(
-    ("x", "k", "indices"),
-    [
-        ([1, -3, 2, 3, -3], 2, [1, 3]),
-        ([1, -3, 2, 3, -3], 3, [1, 3, 4]),
-        ([1, -3, 2, 3, -3], 4, [1, 2, 3, 4]),
-        ([0, 0, 0, 0], 2, [0, 1]),
-        ([0, -0.0, 1e-45, 0], 2, [0, 2]),
-        ([2, INF, -INF, 1], 2, [1, 2]),
-        ([2, NAN, -INF, 1], 1, [1]),
-        ([2, -INF, NAN, 1], 1, [1]),
-        ([2, -INF, NAN, 1], 3, [0, 1, 2]),
-        ([NAN, NAN, NAN], 2, [0, 1]),
-        ([1.5], 1, [0]),
-        ([1.5], 0, []),
-        ([], 0, []),
-    ],
-)
-def test_which_are_largest(largest, x, k, indices):
-    x = torch.tensor(x, dtype=torch.float32)
-    found, values = largest(x, k)
-    assert (found.dtype, found.tolist()) == (torch.int32, indices)
-    assert torch.equal(values.nan_to_num(), x[found.long()].nan_to_num())
-    assert torch.equal(values.isnan(), x[found.long()].isnan())
-
-
-def many(kind, numel):
-    generator = torch.Generator().manual_seed(numel)
-    x = torch.randn(numel, generator=generator)
-    if kind == "tied":
-        return (x * 2).round()
-    if kind == "close":  # alike in all but the last bits
-        return 1 + x * 1e-6
-    if kind == "wide":
-        return x * torch.logspace(-40, 35, numel)
-    if kind == "with nan":
-        return x.masked_fill(x > 1.5, NAN).masked_fill(x < -1.5, -INF)
-    return x
-
-
-@pytest.mark.parametrize("kind", ["random", "tied", "close", "wide", "with nan"])
-@pytest.mark.parametrize("numel", [1, 2, 3, 64, 1003, 40_000])
-def test_compiled_equals_torch(kind, numel):
-    x = many(kind, numel)
-    for k in sorted({1, 2, numel // 3, numel - 1, numel} & set(range(1, numel + 1))):
-        for got, expected in zip(in_c(x, k), native.in_torch(x, k), strict=True):
-            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_largest_takes_views_and_other_types():
-    x = torch.tensor([9, 5, 1, 7, 0, 6], dtype=torch.float32)
-    assert native.largest(x[1:], 2)[0].tolist() == [2, 4]
-    assert native.largest(x[::2], 2)[0].tolist() == [0, 1]
-    assert native.largest(x.double(), 2)[1].dtype == torch.float64
 
 
 def test_a_topk_of_a_matrix_counts_in_rows():
@@ -147,14 +103,95 @@ def test_a_topk_of_a_matrix_counts_in_rows():
     assert through(TopK(0.5), x).tolist() == [[0.0, 5.0], [4.0, 0.0]]
 
 
+def test_with_a_fraction():
+    assert TopK(0.1).with_fraction(0.5) == TopK(0.5)
+    assert SampledTopK(0.1, 0.3).with_fraction(0.5) == SampledTopK(0.5, 0.3)
+
+
+def test_a_sample_of_everything_is_exact():
+    x = torch.randn(1000)
+    assert torch.equal(through(SampledTopK(0.1, sample=1.0), x), through(TopK(0.1), x))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sampled_topk_keeps_about_the_largest(seed):
+    torch.manual_seed(seed)
+    x, codec = torch.randn(50_000), SampledTopK(0.02, sample=0.05)
+    indices, values = codec.encode(x, None)
+    assert 500 <= indices.numel() <= 1000
+    t = values.abs().min()
+    largest = x.abs().topk(2000).values[-1]
+    assert t >= largest, "nothing is kept that is far from the largest"
+    assert torch.equal(x[indices.long()], values)
+
+
+def test_a_sampled_topk_takes_the_first_if_too_many_reach_the_threshold():
+    x = torch.ones(1000)
+    assert SampledTopK(0.1).encode(x, None)[0].tolist() == list(range(100))
+
+
+def test_a_sample_that_misleads_is_not_followed():
+    x = torch.ones(1000)
+    x[::10] = 9.0  # with every 10th number sampled, the sample is all 9 once in ten times, and t = 9 then
+    torch.manual_seed(next(seed for seed in range(99) if _first_draw(seed, 10) == 0))
+    indices, _ = SampledTopK(0.5, sample=0.1).encode(x, None)
+    assert indices.numel() == 500, "only 100 numbers reach t"
+
+
+def _first_draw(seed, below):
+    return int(torch.randint(below, (), generator=torch.Generator().manual_seed(seed)))
+
+
+def test_whoever_is_around_a_codec_that_varies_varies():
+    x = torch.empty(1000)
+    varying = SampledTopK(0.1)
+    for codec in varying, Feedback(varying), Dgc(varying), WarmUp(Feedback(varying), 10), ByLayer(Raw(), 2000, varying):
+        assert isinstance(codec, Varies)
+        assert codec.most(x) >= codec.nbytes(x)
+    assert WarmUp(varying, 10).most(x) == 250 * 8, "in the first stage it sends most"
+    for codec in Feedback(TopK()), Dgc(), WarmUp(TopK(), 10), ByLayer(Raw()), OneBit(), Qsgd(), Fixed(), TernGrad():
+        assert not isinstance(codec, Varies)
+    assert Feedback(varying) == Feedback(SampledTopK(0.1))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: TopK(0), "fraction is 0, but must be > 0 and <= 1"),
         (lambda: TopK(1.5), "fraction is 1.5, but must be > 0 and <= 1"),
         (lambda: TopK(NAN), "fraction is nan, but must be > 0 and <= 1"),
+        (lambda: SampledTopK(2), "fraction is 2, but must be > 0 and <= 1"),
+        (lambda: SampledTopK(0.1, 0), "sample is 0, but must be > 0 and <= 1"),
         (lambda: Half("fp8"), "kind is fp8, but must be one of fp16, bf16"),
         (lambda: Feedback(Feedback(Raw())), "codec is Feedback(codec=Raw()), but must be one without a memory"),
+        (
+            lambda: Feedback(WarmUp(TopK(), 5)),
+            "codec is WarmUp(codec=TopK(fraction=0.01), steps=5, first=0.25, stages=5)",
+        ),
+        (lambda: OneBit(-1), "block is -1, but must be >= 0"),
+        (lambda: TernGrad(-1), "clip is -1, but must be >= 0"),
+        (lambda: TernGrad(NAN), "clip is nan, but must be >= 0"),
+        (lambda: Qsgd(0), "levels is 0, but must be >= 1 and <= 127"),
+        (lambda: Qsgd(128), "levels is 128, but must be >= 1 and <= 127"),
+        (lambda: Qsgd(bucket=0), "bucket is 0, but must be >= 1"),
+        (lambda: Qsgd(norm="l1"), "norm is l1, but must be l2 or max"),
+        (lambda: Fixed(0, 8), "integer is 0, but must be >= 1"),
+        (lambda: Fixed(2, -1), "fraction is -1, but must be >= 0"),
+        (lambda: Fixed(8, 9), "integer + fraction is 17, but must be >= 2 and <= 16"),
+        (lambda: Strom(0), "threshold is 0, but must be > 0 and finite"),
+        (lambda: Strom(INF), "threshold is inf, but must be > 0 and finite"),
+        (lambda: Dgc(Raw()), "codec is Raw(), but must be one that gives pairs"),
+        (lambda: Dgc(momentum=1), "momentum is 1, but must be >= 0 and < 1"),
+        (lambda: Dgc(clip=-1), "clip is -1, but must be >= 0"),
+        (lambda: ByLayer(Raw(), -1), "least is -1, but must be >= 0"),
+        (lambda: ByLayer(Raw(), 1, Strom(1)), "small is Strom(threshold=1), but must be one that remembers as much"),
+        (lambda: ByLayer(Feedback(Raw()), 1, Dgc()), "small is Dgc("),
+        (lambda: WarmUp(Raw(), 5), "codec is Raw(), but must be one that keeps a fraction"),
+        (lambda: WarmUp(Fixed(), 5), "codec is Fixed(integer=2, fraction=14), but must be one that keeps a fraction"),
+        (lambda: WarmUp(TopK(), -1), "steps is -1, but must be >= 0"),
+        (lambda: WarmUp(TopK(), 5, 0), "first is 0, but must be > 0 and <= 1"),
+        (lambda: WarmUp(TopK(), 5, stages=0), "stages is 0, but must be >= 1"),
+        (lambda: WarmUp(WarmUp(TopK(), 5), 5), "codec is WarmUp("),
     ],
 )
 def test_refuses(make, message):
@@ -164,5 +201,6 @@ def test_refuses(make, message):
 
 
 def test_topk_refuses_what_an_index_cannot_reach():
-    with pytest.raises(Refused, match=r"the length of a vector is 2147483648, but must be < 2\*\*31"):
-        TopK(0.1).encode(torch.empty(2**31, device="meta"), None)
+    for codec in TopK(0.1), SampledTopK(0.1):
+        with pytest.raises(Refused, match=r"the length of a vector is 2147483648, but must be < 2\*\*31"):
+            codec.encode(torch.empty(2**31, device="meta"), None)

@@ -26,7 +26,7 @@ class Play:
         weights = torch.zeros(1, dtype=torch.float64)
         place = Place("w", Span(0, 0, 1), weights.shape, 0)
         holding = Holding(Span(0, 0, 1), weights, [place], Sgd(1.0))
-        self.shard = Shard([holding], when, Ledger(workers, 0), inbox_of(Raw()), batch_size=1)
+        self.shard = Shard([holding], when, Ledger(workers, 0), inbox_of([Raw()]), batch_size=1)
         self.clock = [0] * workers
         self.state = ["wants to read"] * workers
         self.seen = [0] * workers

@@ -61,7 +61,7 @@ def test_ssp_with_servers_by_size_top_k_with_feedback_and_delay_compensation(end
     assert 0 < result.max_lag <= 2, "stale(2) bounds, and somebody is late"
     for strategy in ends:
         assert sorted(sum(span.numel for span in lane.spans) for lane in strategy.lanes) == [67, 67, 68]
-        assert all(memory.abs().sum() > 0 for memory in strategy.memory), "feedback remembers what was not sent"
+        assert all(memory.abs().sum() > 0 for memory in strategy.sender.memory), "feedback remembers what was not sent"
     raw = train(four_parts(codec=mh.codecs.Raw()), servers=3)
     steps, k = 60 * UNEVEN["workers"], 3 * 4
     assert raw.bytes - result.bytes == steps * (PARAMETERS * 4 - k * 8), "a shard gets 4 numbers and their places"

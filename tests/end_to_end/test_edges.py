@@ -33,9 +33,14 @@ REFUSED = {
 """What is refused, and why. Everything else must be right."""
 
 
+SOME = {"fraction": 0.3, "threshold": 0.1}
+"""Of few numbers more must be sent than of many, or nothing is learned in a few steps."""
+
+
 def make(name, **knobs):
     """A method with those knobs that it has."""
     known = inspect.signature(getattr(mh, name)).parameters
+    knobs = SOME | knobs if name in catalog.compressed.__all__ else knobs
     return getattr(mh, name)(**{knob: value for knob, value in knobs.items() if knob in known})
 
 
@@ -413,7 +418,9 @@ def test_a_sparse_gradient_does_what_its_dense_twin_does(name):
         torch.testing.assert_close(sparse[key], weight, rtol=0, atol=1e-12)
     first = begin(embedding(True).model)["0.weight"]
     changed = (sparse["0.weight"] != first).any(1)
-    assert changed[:10].any() and torch.allclose(sparse["0.weight"][10:], first[10:], rtol=1e-12)
+    assert changed[:10].any()
+    if name != "onebit_sgd":  # which knows no 0: what nobody touches counts as the mean of its column
+        assert torch.allclose(sparse["0.weight"][10:], first[10:], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["bsp", "ssp", "hogwild"])

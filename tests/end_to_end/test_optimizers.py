@@ -96,15 +96,19 @@ PLAIN = {
     "agn": {"period": 1},
     "backup_workers": {"backups": 0},
     "bmuf": {"block_momentum": 0.0, "nesterov": False, "period": 2},
+    "dgc": {"fraction": 1.0, "momentum": 0.0, "warmup": 0},
     "diloco": {"outer_lr": 1.0, "outer_momentum": 0.0, "period": 2},
     "gpipe": {"micro_batches": 1},
     "k_sync": {"k": 1},
     "k_async": {"k": 1},
     "k_batch_async": {"k": 1},
+    "onebit_sgd": {"dense": 1000},
     "post_local_sgd": {"warmup": 2},
+    "sparcml": {"fraction": 1.0},
+    "topk_sgd": {"fraction": 1.0},
 }
 """With these knobs one worker is alone; the other methods need none."""
-NOT_PLAIN = {"asysvrg", "easgd", "eamsgd", "hierarchical_server", "sandblaster"}
+NOT_PLAIN = {"asysvrg", "easgd", "eamsgd", "hierarchical_server", "sandblaster", "fp16_sgd", "qsgd", "strom"}
 SERVED = [
     *["adag", "agn", "asgd_momentum", "backup_workers", "bsp_server", "dc_asgd", "downpour", "dyn_sgd"],
     *["k_async", "k_batch_async", "k_sync", "softsync", "ssp", "staleness_aware"],

@@ -67,7 +67,8 @@ def told(outcome):
 
 
 def test_every_method_that_divides_data_has_its_random_knobs():
-    assert set(METHODS) == set(catalog.__all__) - set(catalog.pipelines.__all__)
+    """But for those that send less than they have: what is lost there is seen in tests/topology/test_sums.py."""
+    assert set(METHODS) == {*catalog.__all__} - {*catalog.pipelines.__all__} - {*catalog.compressed.__all__}
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, GROUP))

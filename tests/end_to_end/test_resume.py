@@ -363,7 +363,7 @@ def test_what_workers_that_are_gone_had_not_sent_goes_to_those_that_are_left(tmp
 
     def look(self, w):
         assert not self.untouched, "all parameters have a gradient waiting"
-        vectors = {"memory": self.memory, "accrued": self.accrued}
+        vectors = {"memory": self.sender.memory, "accrued": self.accrued}
         seen[w.rank] = {
             f"{kind}/{n}": x.clone() for kind, xs in vectors.items() for n, x in named(w.flat.places, xs).items()
         }

@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 
+from manyhands.core.sending import Sender
 from manyhands.core.worker import Worker
 from manyhands.strategies.coordinator import Coordinator
 from manyhands.strategies.elastic import Elastic
@@ -38,7 +39,7 @@ class Witness:
     def __init__(self, patch):
         self.begin()
         for kind, name in (
-            *[(Kernel, "wait"), (Worker, "gradient"), (Server, "push"), (Server, "encode"), (Server, "pull")],
+            *[(Kernel, "wait"), (Worker, "gradient"), (Server, "push"), (Sender, "encode"), (Server, "pull")],
             *[(Server, "finish"), (Shard, "push"), (Shard, "pull"), (Shard, "_settle"), (Shard, "_update")],
             *[(Shard, "_drop_outdated"), (Ledger, "add_pending"), (Elastic, "finish"), (LocalSteps, "combine")],
             *[(Coordinator, "_improve"), (Keeper, "_close")],
@@ -97,9 +98,9 @@ class Witness:
         self.payloads[w.rank].append((torch.zeros_like(w.flat.parts[0].grad), max(1, server.accruals)))
         push(server, w)
 
-    def _server_encode(self, encode, server, w, grad, span):
-        payload = encode(server, w, grad, span)
-        server.codec.decode(payload, self.payloads[w.rank][-1][0][span.start : span.stop])
+    def _sender_encode(self, encode, sender, grad, span):
+        payload = encode(sender, grad, span)
+        sender.codec.decode(payload, self.payloads[sender._w.rank][-1][0][span.start : span.stop])
         return payload
 
     def _server_pull(self, pull, server, w):
@@ -108,8 +109,8 @@ class Witness:
 
     def _server_finish(self, finish, server, w):
         finish(server, w)
-        remains = server.remainders()
-        self.left_over[w.rank] = remains[0].clone() if remains else None
+        remains = server.sender.memory[0]
+        self.left_over[w.rank] = None if remains is None else remains.clone()
 
     # -- parameter servers: a shard ---------------------------------------------------------------
 

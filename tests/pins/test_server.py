@@ -210,7 +210,7 @@ def test_error_feedback_composes_with_sharding(digits64, how, servers):
 
     def add(s, w):
         computed[w.rank] = computed.get(w.rank, 0) + w.flat.parts[0].grad.clone()
-        memory[w.rank] = s.memory[0].clone()
+        memory[w.rank] = s.sender.memory[0].clone()
 
     strategy = mh.ssp(rule=Sgd(1e-3), codec=Feedback(TopK(0.02)), shard=how)
     cluster = mh.Cluster(workers=2, servers=servers)

@@ -344,7 +344,7 @@ sys.exit(1)
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        ({"kind": "diverged", "rank": 1, "step": 3, "loss": 1e9}, 4),
+        ({"kind": "diverged", "rank": 1, "step": 3, "loss": 1e9, "what": "the loss"}, 4),
         ({"kind": "refused", "text": "no"}, 2),
         ({"kind": "lost", "rank": 1, "why": "it is ill"}, 3),
     ],

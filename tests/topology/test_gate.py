@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from manyhands.runtime.launch import launch
-from manyhands.topology import gate as gates
-from manyhands.topology.gate import CELLS, Gate, gate, kernels
+from manyhands.topology.collectives import gate as gates
+from manyhands.topology.collectives.gate import CELLS, Gate, gate, kernels
 from manyhands.virtual.world import on_ranks
 
 PLACES = 3

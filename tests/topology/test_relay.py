@@ -51,7 +51,7 @@ class Talk:
 
     def __init__(self, waits):
         self.port = Port()
-        flat = SimpleNamespace(weights=lambda span: torch.zeros(span.numel, dtype=torch.float64))
+        flat = SimpleNamespace(weights=lambda span: torch.zeros(span.numel, dtype=torch.float64), places=[])
         w = SimpleNamespace(transport=self.port, flat=flat, move=lambda nbytes: None)
         self.branch = Branch(w, KEEPER, [Span(0, 0, 2)], CHILDREN, Raw(), Raw(), waits)
 

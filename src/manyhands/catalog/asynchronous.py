@@ -72,11 +72,12 @@ def ad_psgd(
     graph: Literal["ring", "complete", "exponential", "torus", "random"] = "ring",
     bipartite: bool = False,
     rule: Rule | None = None,
+    codec: Codec | None = None,
 ) -> Pairwise:
     """Asynchronous decentralised SGD: after each gradient a worker averages with one random neighbour.
 
-    split: data. when: never in lock step. who: one neighbour of a peer graph. what: raw. how: any rule, on
-    the worker's own weights.
+    split: data. when: never in lock step. who: one neighbour of a peer graph. what: raw, or any codec that
+    only rounds. how: any rule, on the worker's own weights.
 
         g = gradient(x^), x^ read after the last own step; others may move x meanwhile
         x_i, x_j <- (x_i + x_j) / 2, atomically, with a random neighbour j
@@ -94,8 +95,9 @@ def ad_psgd(
         graph: who is whose neighbour; a random one, drawn from the seed, is two rings at once.
         bipartite: even ranks only initiate and odd ones only answer, as in the paper.
         rule: how a worker applies its gradient, instead of SGD with lr.
+        codec: what x looks like on the wire, such as half() or half("bf16"): one that only rounds; raw if not given.
     """
-    return Pairwise(rule or Sgd(lr), graph, bipartite)
+    return Pairwise(rule or Sgd(lr), graph, bipartite, codec)
 
 
 def hogwild(lr: float = 0.05, rule: Rule | None = None) -> SharedMemory:

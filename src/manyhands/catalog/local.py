@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from manyhands.consistency import Rounds
-from manyhands.core.protocols import Rule
+from manyhands.core.protocols import Codec, Rule
 from manyhands.rules import Adam, Block, Nesterov, Sgd
 from manyhands.strategies.local_steps import LocalSteps
 from manyhands.topology.averages import ByFisher, ByLoss, BySamples, Weight
@@ -141,11 +141,12 @@ def bmuf(
     base: Literal["paper", "lookahead"] = "paper",
     memory: Literal["keep", "average", "reset"] = "keep",
     rule: Rule | None = None,
+    codec: Codec | None = None,
 ) -> LocalSteps:
     """Blockwise model-update filtering: what a round has changed is one large step, and such steps have momentum.
 
-    split: data. when: every period steps. who: a collective. what: weights, raw. how: any rule on the worker's own
-    weights; block momentum between rounds.
+    split: data. when: every period steps. who: a collective. what: what a round has changed, by any codec. how: any
+    rule on the worker's own weights; block momentum between rounds.
 
         x_k from W_g, tau steps of its own;  G = (1/P) sum_k x_k - W_g
         Delta <- eta Delta + zeta G;  W <- W + Delta
@@ -168,9 +169,10 @@ def bmuf(
         base: what a step is added to: the filtered model (paper), or the point ahead, as some programs do.
         memory: what becomes of a rule's memory (momentum) after a block: keep it, average it, or reset it.
         rule: how a worker applies its gradient, instead of SGD with lr.
+        codec: what a round has changed looks like on the wire, such as feedback(topk(0.01)); raw if not given.
     """
     outer = Block(block_lr, block_momentum, nesterov, base == "lookahead")
-    return LocalSteps(rule or Sgd(lr), Rounds(period), outer, memory=memory)
+    return LocalSteps(rule or Sgd(lr), Rounds(period), outer, memory=memory, codec=codec)
 
 
 def diloco(
@@ -179,11 +181,12 @@ def diloco(
     outer_lr: float = 0.7,
     outer_momentum: float = 0.9,
     rule: Rule | None = None,
+    codec: Codec | None = None,
 ) -> LocalSteps:
     """DiLoCo: hundreds of AdamW steps on every worker, then one Nesterov step of all together.
 
-    split: data. when: every period steps. who: a collective. what: weights, raw. how: AdamW on the worker's own
-    weights; Nesterov momentum between rounds.
+    split: data. when: every period steps. who: a collective. what: what a round has changed, by any codec. how: AdamW
+    on the worker's own weights; Nesterov momentum between rounds.
 
         theta_k from theta, H steps of AdamW on its own share
         theta <- Nesterov step with the gradient (1/P) sum_k (theta - theta_k)
@@ -202,7 +205,8 @@ def diloco(
         outer_lr: the learning rate of the outer step.
         outer_momentum: the momentum of the outer step.
         rule: how a worker applies its gradient, instead of AdamW with lr.
+        codec: what a round has changed looks like on the wire, such as feedback(topk(0.01)); raw if not given.
     """
     inner = rule or Adam(lr, weight_decay=0.01, decoupled=True)
     rounds = Rounds(500, capped=True) if period is None else Rounds(period)
-    return LocalSteps(inner, rounds, Nesterov(outer_lr, outer_momentum))
+    return LocalSteps(inner, rounds, Nesterov(outer_lr, outer_momentum), codec=codec)

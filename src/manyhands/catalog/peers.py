@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from manyhands.core.protocols import Rule
+from manyhands.core.protocols import Codec, Rule
 from manyhands.rules import Sgd
 from manyhands.strategies.gossip import Gossip
 from manyhands.strategies.mixing import Mixing
@@ -17,11 +17,12 @@ def d_psgd(
     graph: Literal["ring", "complete", "exponential", "torus", "random"] = "ring",
     mix: Literal["beside", "after"] = "beside",
     rule: Rule | None = None,
+    codec: Codec | None = None,
 ) -> Mixing:
     """Decentralised SGD: in lock step each worker mixes its weights with those of its neighbours.
 
-    split: data. when: every step, in lock step. who: the neighbours in a peer graph. what: raw. how: any rule, on
-    the worker's own weights.
+    split: data. when: every step, in lock step. who: the neighbours in a peer graph. what: raw, or any codec
+    that only rounds. how: any rule, on the worker's own weights.
 
         x_i <- sum_j W_ij x_j - eta g_i(x_i)         the gradient is taken before mixing, so both go on at once
         W_ij = 1 / (1 + max(d_i, d_j)), d: number of neighbours; W_ii = 1 - sum_j W_ij
@@ -41,8 +42,9 @@ def d_psgd(
         graph: who is whose neighbour; a random one, drawn from the seed, is two rings at once.
         mix: beside the step, as in the paper, or after it, x_i <- sum_j W_ij (x_j - eta g_j), as is published too.
         rule: how a worker applies its gradient, instead of SGD with lr.
+        codec: what x looks like on the wire, such as half() or half("bf16"): one that only rounds; raw if not given.
     """
-    return Mixing(rule or Sgd(lr), graph, mix)
+    return Mixing(rule or Sgd(lr), graph, mix, codec)
 
 
 def gossip(
@@ -50,11 +52,12 @@ def gossip(
     mode: Literal["push", "pull", "pairwise"] = "pull",
     period: int = 1,
     rule: Rule | None = None,
+    codec: Codec | None = None,
 ) -> Gossip:
     """Gossiping SGD: after its own step each worker averages with another one, chosen at random.
 
-    split: data. when: every tau steps, never in lock step. who: anybody. what: raw. how: any rule, on the worker's
-    own weights.
+    split: data. when: every tau steps, never in lock step. who: anybody. what: raw, or any codec that only rounds.
+    how: any rule, on the worker's own weights.
 
         x_i' = x_i - eta g_i(x_i);  every tau steps choose j among all others:
         pull:     x_i <- (x_i' + x_j) / 2, j is not changed
@@ -77,5 +80,6 @@ def gossip(
         mode: who changes: the one who asks (pull), the one who is sent to (push), or both (pairwise).
         period: tau, steps between two exchanges of a worker's own.
         rule: how a worker applies its gradient, instead of SGD with lr.
+        codec: what x looks like on the wire, such as half() or half("bf16"): one that only rounds; raw if not given.
     """
-    return Gossip(rule or Sgd(lr), mode, period)
+    return Gossip(rule or Sgd(lr), mode, period, codec)

@@ -10,6 +10,7 @@ from manyhands.core.errors import refuse_unless
 from manyhands.core.protocols import Codec, Rule
 from manyhands.rules import Sgd
 from manyhands.strategies.allreduce import AllReduce
+from manyhands.strategies.compressed import Compressed, Encoded
 from manyhands.strategies.elastic import Elastic
 from manyhands.strategies.growing_batch import GrowingBatch
 from manyhands.strategies.hybrid import Hybrid
@@ -18,10 +19,17 @@ from manyhands.strategies.server import Server
 __all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd", "hierarchical_server", "hybrid"]
 
 
-def bsp(lr: float = 0.3, rule: Rule | None = None, collective: str = "auto") -> AllReduce:
+def bsp(
+    lr: float = 0.3,
+    rule: Rule | None = None,
+    collective: str = "auto",
+    codec: Codec | None = None,
+    exchange: Literal["gather", "stripes", "sparcml"] = "gather",
+    by_host: bool = False,
+) -> AllReduce | Compressed:
     """Bulk-synchronous SGD: the gradients of all workers are averaged before every step.
 
-    split: data. when: bulk. who: a collective. what: raw. how: any rule, the same on every worker.
+    split: data. when: bulk. who: a collective. what: raw, or any codec. how: any rule, the same on every worker.
 
         g = (1/P) sum_k g_k(w; B_k)
         w <- w - eta g
@@ -30,14 +38,23 @@ def bsp(lr: float = 0.3, rule: Rule | None = None, collective: str = "auto") -> 
     ends the run.
 
     Reference: L. Valiant, A bridging model for parallel computation, 1990
-    Loops: strategies/allreduce.py AllReduce.step
+    Loops: strategies/allreduce.py AllReduce.step; strategies/compressed.py Compressed.step
 
     Args:
         lr: eta, the learning rate.
         rule: how the mean gradient is applied, instead of SGD with lr.
         collective: how gradients are summed: auto, native, shared, ring, tree, butterfly or rabenseifner.
+        codec: what a gradient looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
+        exchange: with a codec, who is told what: everyone everything (gather), owners of stripes (stripes), or
+            partners, who merge sparse vectors (sparcml).
+        by_host: with a codec, whether those of one host first add up what they have, as it is, and then come as one.
     """
-    return AllReduce(rule or Sgd(lr), collective)
+    if codec is None:
+        plain = exchange == "gather" and not by_host
+        refuse_unless(plain, "exchange", exchange, "gather, and by_host False, without a codec")
+        return AllReduce(rule or Sgd(lr), collective)
+    refuse_unless(collective == "auto", "collective", collective, "auto with a codec: it is about raw numbers")
+    return Compressed(rule or Sgd(lr), Encoded(codec, exchange, by_host))
 
 
 def bsp_server(
@@ -125,16 +142,17 @@ def easgd(
     """Elastic averaging SGD: workers explore on their own, tied to a common centre by a spring.
 
     split: data. when: every period steps, together or each on its own clock. who: a collective, or shards
-    of the centre when asynchronous. what: raw; asynchronous, any codec that only rounds. how: the elastic move
-    beside any local rule.
+    of the centre when asynchronous. what: any codec without a memory; asynchronous, any that only rounds. how: the
+    elastic move beside any local rule.
 
         e_k = alpha (x_k - c)
         x_k <- x_k - eta g_k(x_k) - e_k        the gradient is taken before the elastic move
         c   <- c + sum_k e_k                   asynchronous: c <- c + e_k, one worker at a time
 
-    With a codec x_k is encoded on its way to the centre and e_k on its way back, and both sides move by what e_k has
-    become: what the centre gains the worker loses. The centre c is what is evaluated and saved. Synchronous, a lost
-    worker ends the run; asynchronous, the others go on, if the centre is not with it: on one host, or with servers.
+    Asynchronous, with a codec x_k is encoded on its way to the centre and e_k on its way back, and both sides move by
+    what e_k has become: what the centre gains the worker loses. Synchronous, x_k - c is encoded, to the same end. The
+    centre c is what is evaluated and saved. Synchronous, a lost worker ends the run; asynchronous, the others go on, if
+    the centre is not with it: on one host, or with servers.
 
     Reference: S. Zhang, A. Choromanska, Y. LeCun, Deep learning with elastic averaging SGD, 2015, arXiv:1412.6651
     Loops: strategies/elastic.py Elastic.step; topology/servers/shard.py Shard.exchange
@@ -147,7 +165,8 @@ def easgd(
         asynchronous: every worker meets the centre on its own clock.
         rule: how a worker applies its own gradient, instead of SGD with lr.
         shard: how the centre is cut over servers when asynchronous.
-        codec: what x and e look like on the wire when asynchronous: half(), half("bf16"); raw if not given.
+        codec: what x - c looks like on the wire, such as topk(0.1); asynchronous x and e, such as half(). Raw if not
+            given.
     """
     return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard, codec=codec or Raw())
 
@@ -166,8 +185,8 @@ def eamsgd(
     """Elastic averaging with momentum: like easgd, but a worker's own moves have inertia; the spring has none.
 
     split: data. when: every period steps, together or each on its own clock. who: a collective, or shards
-    of the centre when asynchronous. what: raw; asynchronous, any codec that only rounds. how: the elastic move
-    beside Nesterov momentum on any local rule.
+    of the centre when asynchronous. what: any codec without a memory; asynchronous, any that only rounds. how: the
+    elastic move beside Nesterov momentum on any local rule.
 
         e_k = alpha (x_k - c)
         v_k <- delta v_k - eta g_k(x_k + delta v_k)
@@ -190,7 +209,8 @@ def eamsgd(
         asynchronous: every worker meets the centre on its own clock.
         rule: how a worker applies its own gradient, instead of SGD with lr.
         shard: how the centre is cut over servers when asynchronous.
-        codec: what x and e look like on the wire when asynchronous: half(), half("bf16"); raw if not given.
+        codec: what x - c looks like on the wire, such as topk(0.1); asynchronous x and e, such as half(). Raw if not
+            given.
     """
     return Elastic(rule or Sgd(lr), center_rate, moving_rate, period, asynchronous, shard, momentum, codec or Raw())
 

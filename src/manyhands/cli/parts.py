@@ -20,7 +20,7 @@ from manyhands.cli.index import PACKAGE
 from manyhands.core.errors import Refused, unknown
 
 HOMES = {"Codec": "codecs", "Rule": "rules", "Rate": "rules.schedules"}
-"""The module that exports the parts of each kind; what two of them export is of the later kind."""
+"""The module that exports the parts of each kind."""
 WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -46,10 +46,13 @@ def _built(value: Any) -> Any:
     return value.build() if isinstance(value, Part) else value
 
 
-def exported(package: Path = PACKAGE) -> dict[str, tuple[str, str]]:
-    """The name of every part in lower case, with its home and true name, as the source says."""
+def exported(package: Path = PACKAGE, kind: str = "Rate") -> dict[str, tuple[str, str]]:
+    """The name of every part in lower case, with its home and true name, as the source says.
+
+    What two homes export is taken from that of `kind`.
+    """
     found: dict[str, tuple[str, str]] = {}
-    for home in HOMES.values():
+    for home in sorted(HOMES.values(), key=lambda home: home == HOMES.get(kind)):
         path = package.joinpath(*home.split("."))
         source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         for node in ast.parse(source.read_text(encoding="utf-8")).body:
@@ -60,7 +63,7 @@ def exported(package: Path = PACKAGE) -> dict[str, tuple[str, str]]:
 
 def read(text: str, kind: str, known: Mapping[str, tuple[str, str]] | None = None) -> Part:
     """Read the text of a part of this kind ("Codec" or "Rule")."""
-    known = exported() if known is None else known
+    known = exported(kind="Codec" if kind == "Codec" else "Rate") if known is None else known
     home = HOMES.get(kind)
     try:
         node = ast.parse(text.strip(), mode="eval").body

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyhands.codecs.kinds import surround
+from manyhands.codecs.payload import place
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Codec
+from manyhands.core.protocols import Codec, Sparse
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,12 @@ class Feedback:
 
     def __post_init__(self) -> None:
         refuse_unless(self.codec.memory(torch.empty(0)) is None, "codec", self.codec, "one without a memory of its own")
+        surround(self, self.codec)
+
+    @property
+    def by_parameter(self) -> bool:
+        """As the codec's."""
+        return self.codec.by_parameter
 
     def memory(self, like: Tensor) -> Tensor:
         """e."""
@@ -44,16 +52,24 @@ class Feedback:
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
         """What the codec makes of x and of all that it lost before."""
         assert memory is not None, "Feedback needs the memory that memory() gave"
+        if isinstance(self.codec, Sparse):
+            return self._encode_some(self.codec, x, memory)
         a = x + memory  # a new tensor: the payload may be `a` itself
         payload = self.codec.encode(a, None)
         self.codec.decode(payload, memory)
         torch.sub(a, memory, out=memory)
         return payload
 
+    def _encode_some(self, sparse: Sparse, x: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
+        """The same where numbers are sent as they are, or not at all: what is left is 0 there, and needs no copy."""
+        payload = self.codec.encode(memory.add_(x), None)
+        place(sparse.pairs(payload)[0], 0.0, memory)
+        return payload
+
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
         """As the codec does."""
         self.codec.decode(payload, out)
 
-    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+    def nbytes(self, like: Tensor) -> int:
         """As the codec's."""
-        return self.codec.nbytes(numel, dtype)
+        return self.codec.nbytes(like)

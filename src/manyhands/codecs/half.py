@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from manyhands.codecs.payload import expect
 from manyhands.core.errors import refuse_unless
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -32,6 +33,7 @@ class Half:
     """
 
     kind: Literal["fp16", "bf16"] = "fp16"
+    by_parameter: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         refuse_unless(self.kind in FORMATS, "kind", self.kind, "one of " + ", ".join(FORMATS))
@@ -48,12 +50,13 @@ class Half:
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
         """Cast back."""
-        out.copy_(payload[0])
+        (x,) = expect(payload, (out.numel(), FORMATS[self.kind]))
+        out.copy_(x.view(out.shape))
 
     def rounding(self, dtype: torch.dtype) -> float:
         """Half of the last digit."""
         return torch.finfo(FORMATS[self.kind]).eps / 2
 
-    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+    def nbytes(self, like: Tensor) -> int:
         """Two per number."""
-        return 2 * numel
+        return 2 * like.numel()

@@ -1,51 +1,177 @@
-"""The k largest magnitudes of a vector: in C where that was compiled, else in torch, with the same result.
+"""Passes over plain rows of numbers: in C where that was compiled, else as in fallback.py, with the same result.
 
-t = the k-th largest |x|      all |x| > t, then the first of those with |x| = t, until there are k
+A row is one-dimensional, in one piece and in the processor's memory (see `row` in payload.py). The kernels know
+float32, all else goes the other way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from math import ceil, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from manyhands.codecs import fallback
+from manyhands.codecs.fallback import Pairs
+from manyhands.codecs.noise import Seeds
 from manyhands.core.native import compiled
 
-Pairs = tuple[Tensor, Tensor]
-"""Indices (int32, ascending) and values."""
+P, N = c_void_p, c_int64
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "largest": (N, P, N, N, N, N, N, P, P, P, P),
+    "reaching": (N, P, N, c_float, N, P),
+    "signs": (None, P, N, N, P, P),
+    "unsign": (None, P, N, N, P, P),
+    "column_signs": (None, P, N, N, P, P, P),
+    "column_unsign": (None, P, N, N, P, P),
+    "moments": (c_float, P, N, P),
+    "quantise": (None, P, N, N, N, P, c_float, N, N, c_uint32, c_uint32, P),
+    "dequantise": (c_int32, P, N, N, P, N, N, P),
+}
+"""What each kernel returns and takes."""
+
+KINDS = {"given": 0, "max": 1, "l2": 2}
+SAMPLE = 2**15
 
 
 def loaded() -> bool:
     """Whether the compiled kernels are in use."""
-    return _kernel() is not None
+    return all(compiled(f"manyhands_{name}", *types) is not None for name, types in SIGNATURES.items())
+
+
+def _kernel(name: str, x: Tensor) -> Callable[..., Any] | None:
+    """The kernel for such numbers; None if there is none."""
+    fits = x.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and x.numel() > 0
+    return compiled(f"manyhands_{name}", *SIGNATURES[name]) if fits else None
+
+
+# -- the largest ---------------------------------------------------------------------------------------
 
 
 def largest(x: Tensor, k: int) -> Pairs:
-    """The k entries of a vector with the largest magnitudes; of equal ones the first, and NaN counts as infinite."""
-    kernel = _kernel()
-    fits = x.dtype is torch.float32 and x.is_cpu and x.is_contiguous()
-    return in_torch(x, k) if kernel is None or not fits else in_c(kernel, x, k)
+    """The k entries of a row with the largest magnitudes; of equal ones the first, and NaN counts as infinite.
 
-
-def in_c(kernel: Callable[..., int], x: Tensor, k: int) -> Pairs:
-    """By the compiled kernel; float32 only."""
-    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
-    taken = kernel(x.data_ptr(), x.numel(), k, indices.data_ptr(), values.data_ptr())
-    return indices[:taken], values[:taken]
-
-
-def in_torch(x: Tensor, k: int) -> Pairs:
-    """By torch, any float type."""
+    t = the k-th largest |x|      all |x| > t, then the first of those with |x| = t, until there are k
+    """
     if k == 0:
         return x.new_empty(0, dtype=torch.int32), x.new_empty(0)
-    a = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    t = a.topk(k, sorted=False).values.min()
-    above, equal = (a > t).nonzero().view(-1), (a == t).nonzero().view(-1)
-    indices = torch.cat([above, equal[: k - above.numel()]]).sort().values
-    return indices.int(), x[indices]
+    guess = guessed(x.numel(), k)
+    kernel = _kernel("largest", x)
+    if kernel is None:
+        return fallback.largest(x, k, *guess)
+    (sampled, rank, room), n = guess, x.numel()
+    indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
+    spare, held = torch.empty(room, dtype=torch.int32), torch.empty(max(room, sampled))
+    kernel(*_at(x), n, k, sampled, rank, room, *_at(spare, held, indices, values))
+    return indices, values
 
 
-def _kernel() -> Callable[..., int] | None:
-    return compiled("manyhands_largest", c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
+def guessed(numel: int, k: int) -> tuple[int, int, int]:
+    """How many numbers to sample, which of them k others hardly fail to reach, and how many do at most; or 0, 0, 0.
+
+    Of k numbers s fall into a sample on the average, and hardly more than s + 4 sqrt(s) ever.
+    """
+    s = k * SAMPLE / numel
+    rank = ceil(s + 4 * sqrt(s) + 8)
+    if numel < 4 * SAMPLE or 4 * rank > SAMPLE:
+        return 0, 0, 0
+    return SAMPLE, rank, ceil((rank + 8 * sqrt(rank)) * numel / SAMPLE)
+
+
+def reaching(x: Tensor, t: float, room: int) -> Tensor:
+    """Indices (int32, ascending) of the first entries of a row with |x| >= t, at most `room`."""
+    kernel = _kernel("reaching", x)
+    if kernel is None:
+        return fallback.reaching(x, t, room)
+    indices = torch.empty(room, dtype=torch.int32)
+    return indices[: kernel(*_at(x), x.numel(), t, room, *_at(indices))]
+
+
+# -- signs ---------------------------------------------------------------------------------------------
+
+
+def signs(x: Tensor, block: int) -> Pairs:
+    """Bits of x >= 0, and for each block of numbers the means of those with bit 0, then of those with bit 1."""
+    kernel = _kernel("signs", x)
+    if kernel is None:
+        return fallback.signs(x, block)
+    bits, means = torch.empty(-(-x.numel() // 8), dtype=torch.uint8), torch.empty(2 * -(-x.numel() // block))
+    kernel(*_at(x), x.numel(), block, *_at(bits, means))
+    return bits, means
+
+
+def column_signs(x: Tensor, rows: int, columns: int) -> Pairs:
+    """The same for the columns of a matrix that lies in a row."""
+    kernel = _kernel("column_signs", x)
+    if kernel is None:
+        return fallback.column_signs(x, rows, columns)
+    bits, means = torch.empty(-(-x.numel() // 8), dtype=torch.uint8), torch.zeros(2 * columns)
+    count = torch.zeros(columns, dtype=torch.int32)
+    kernel(*_at(x), rows, columns, *_at(bits, means, count))
+    return bits, means
+
+
+def unsign(bits: Tensor, block: int, means: Tensor, out: Tensor) -> None:
+    """Each number becomes one of the means of its block."""
+    kernel = _kernel("unsign", out)
+    if kernel is None:
+        fallback.unsign(bits, block, means, out)
+    else:
+        kernel(*_at(bits), out.numel(), block, *_at(means, out))
+
+
+def column_unsign(bits: Tensor, rows: int, columns: int, means: Tensor, out: Tensor) -> None:
+    """Each number becomes one of the means of its column."""
+    kernel = _kernel("column_unsign", out)
+    if kernel is None:
+        fallback.column_unsign(bits, columns, means, out)
+    else:
+        kernel(*_at(bits), rows, columns, *_at(means, out))
+
+
+# -- stochastic rounding -------------------------------------------------------------------------------
+
+
+def moments(x: Tensor) -> tuple[Tensor, float]:
+    """Of each 4096 numbers the sum and the sum of squares; and the largest |x|."""
+    kernel = _kernel("moments", x)
+    if kernel is None:
+        return fallback.moments(x)
+    sums = torch.empty(-(-x.numel() // fallback.CHUNK), 2)
+    return sums, kernel(*_at(x), x.numel(), *_at(sums))
+
+
+def quantise(x: Tensor, bucket: int, norm: str, levels: int, bits: int, seeds: Seeds) -> Pairs:
+    """Codes of the level of each number in its bucket, several in a byte, and the norms ("l2" or "max")."""
+    kernel = _kernel("quantise", x)
+    if kernel is None:
+        norms = fallback.norms(x, bucket, norm)
+        return fallback.quantise(x, bucket, norms, torch.inf, levels, bits, seeds), norms
+    codes, norms = torch.empty(-(-x.numel() * bits // 8), dtype=torch.uint8), torch.empty(-(-x.numel() // bucket))
+    kernel(*_at(x), x.numel(), bucket, KINDS[norm], *_at(norms), torch.inf, levels, bits, *seeds, *_at(codes))
+    return codes, norms
+
+
+def ternary(x: Tensor, scale: Tensor, limit: float, seeds: Seeds) -> Tensor:
+    """Codes of the sign of each number, or of 0, four in a byte; |x| counts as `limit` if it is more."""
+    kernel = _kernel("quantise", x)
+    if kernel is None:
+        return fallback.quantise(x, x.numel(), scale, limit, 1, 2, seeds)
+    codes = torch.empty(-(-x.numel() // 4), dtype=torch.uint8)
+    kernel(*_at(x), x.numel(), x.numel(), KINDS["given"], *_at(scale), limit, 1, 2, *seeds, *_at(codes))
+    return codes
+
+
+def dequantise(codes: Tensor, bucket: int, norms: Tensor, levels: int, bits: int, out: Tensor) -> bool:
+    """What codes stand for; False, and nothing is written, if some stand for nothing."""
+    kernel = _kernel("dequantise", out)
+    if kernel is None:
+        return fallback.dequantise(codes, bucket, norms, levels, bits, out)
+    return bool(kernel(*_at(codes), out.numel(), bucket, *_at(norms), levels, bits, *_at(out)))
+
+
+def _at(*rows: Tensor) -> list[int]:
+    return [row.data_ptr() for row in rows]

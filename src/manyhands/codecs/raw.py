@@ -7,14 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from manyhands.codecs.payload import expect
 
 
 @dataclass(frozen=True)
 class Raw:
     """No compression; the payload is the vector itself, not a copy."""
+
+    by_parameter: ClassVar[bool] = False
 
     def memory(self, like: Tensor) -> None:
         """Nothing is lost, so there is nothing to remember."""
@@ -26,7 +31,8 @@ class Raw:
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
         """Copy."""
-        out.copy_(payload[0])
+        (x,) = expect(payload, (out.numel(), out.dtype))
+        out.copy_(x.view(out.shape))
 
     def plain(self, payload: Sequence[Tensor]) -> Tensor:
         """The vector as it lies in the payload: whoever only reads it needs no copy."""
@@ -36,6 +42,6 @@ class Raw:
         """Nothing changes."""
         return 0.0
 
-    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+    def nbytes(self, like: Tensor) -> int:
         """All of them."""
-        return numel * dtype.itemsize
+        return like.nbytes

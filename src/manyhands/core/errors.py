@@ -41,13 +41,18 @@ class MayNotWait(ManyhandsError):
 
 
 class Diverged(ManyhandsError):
-    """A loss that is not a finite number; the run stops and names where it was seen."""
+    """A loss, or a number to be sent, that is not finite; the run stops and names where it was seen."""
 
-    def __init__(self, rank: int, step: int, loss: float) -> None:
-        super().__init__(f"the loss is {loss} on rank {rank} at step {step}: training diverged (try a smaller lr)")
+    def __init__(self, rank: int, step: int, loss: float, what: str = "the loss") -> None:
+        super().__init__(f"{what} is {loss} on rank {rank} at step {step}: training diverged (try a smaller lr)")
         self.rank = rank
         self.step = step
         self.loss = loss
+        self.what = what
+
+
+class BadPayload(ManyhandsError):
+    """What came in cannot be what a codec has made: of the wrong length or kind, or out of range."""
 
 
 def refuse_unless(holds: bool, name: str, value: object, bound: str) -> None:

@@ -285,20 +285,58 @@ class Chooses(Protocol):
         """Refuse to make a difference that no parameter of this model would feel."""
 
 
+Payload = Sequence[Tensor]
+"""What travels instead of a vector."""
+
+
 class Codec(Protocol):
-    """What do workers send? Knobs only; memory is a vector in parameter coordinates, cut by span."""
+    """What do workers send? Knobs only; whatever it remembers lies in parameter coordinates, cut by span.
+
+    What is random in it follows from torch's default generator, which whoever encodes has seeded (core/sending.py).
+    """
+
+    @property
+    def by_parameter(self) -> bool:
+        """Whether it wants every parameter by itself, in its own shape; else it takes any stretch, as a plain row."""
 
     def memory(self, like: Tensor) -> Tensor | None:
-        """The zeroed memory for a vector like this one, if the codec remembers anything."""
+        """The zeroed memory for a row like this one, if it remembers anything: a row, or several.
+
+        The first is what has not been sent yet: whatever is added to it is sent later.
+        """
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """What travels instead of `x`; updates `memory` in place."""
+        """What travels instead of `x`, which must be finite and stays as it is; updates `memory` in place."""
 
-    def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
-        """Write what the receiver makes of it into `out`."""
+    def decode(self, payload: Payload, out: Tensor) -> None:
+        """Write what the receiver makes of it into `out`; refused if it cannot have been made for something like it."""
 
-    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        """How many bytes travel for a vector of this size."""
+    def nbytes(self, like: Tensor) -> int:
+        """How many bytes travel for something like this; about, if that depends on the numbers (see `Varies`)."""
+
+
+@runtime_checkable
+class Varies(Protocol):
+    """A codec whose payload is larger for some numbers than for others."""
+
+    def most(self, like: Tensor) -> int:
+        """How many bytes it has at most."""
+
+
+@runtime_checkable
+class Sparse(Protocol):
+    """A codec that keeps only some numbers."""
+
+    def pairs(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        """Where they stand (int32, ascending), and what they are."""
+
+
+@runtime_checkable
+class Warms(Protocol):
+    """A codec that is another one at the beginning of a run; it decodes what any of them has made."""
+
+    def at(self, step: int) -> Codec:
+        """What encodes in this step of a worker."""
 
 
 @runtime_checkable
@@ -306,6 +344,7 @@ class Rounds(Protocol):
     """A codec that sends every number, if not all of its digits, and remembers nothing: it will do for weights too.
 
     Of others only gradients, and sums of them, are what they were: what is left out of a vector is 0 to the receiver.
+    What it makes of a vector is one tensor.
     """
 
     def rounding(self, dtype: torch.dtype) -> float:

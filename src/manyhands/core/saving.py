@@ -143,7 +143,7 @@ def named(places: Iterable[Place], vectors: Sequence[Tensor]) -> Saved:
 
 
 def _stretch(vectors: Sequence[Tensor], span: Span) -> Tensor:
-    return vectors[span.part][span.start : span.stop]
+    return vectors[span.part][..., span.start : span.stop]
 
 
 @torch.no_grad()
@@ -193,5 +193,10 @@ def own(w: Worker, saved: Saved) -> Saved:
 
 def inherited(w: Worker, saved: Saved) -> list[Saved]:
     """What was saved of this worker and of those whose work it takes over: of old rank k modulo the new number."""
+    return [one for rank, one in enumerate(workers_in(saved)) if rank % len(w.workers) == w.rank]
+
+
+def workers_in(saved: Saved) -> list[Saved]:
+    """What was saved of every worker, in order of rank; nothing of one that was lost."""
     old = {int(name.partition("/")[0].removeprefix("worker")) for name in saved if name.startswith("worker")}
-    return [section(saved, f"worker{rank}") for rank in sorted(old) if rank % len(w.workers) == w.rank]
+    return [section(saved, f"worker{rank}") for rank in range(max(old, default=-1) + 1)]

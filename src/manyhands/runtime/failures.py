@@ -20,7 +20,7 @@ def pack(error: BaseException, rank: int) -> Facts:
     if isinstance(error, PeerLost):
         return {"kind": "lost", "rank": error.rank, "why": error.why}
     if isinstance(error, Diverged):
-        return {"kind": "diverged", "rank": error.rank, "step": error.step, "loss": error.loss}
+        return {"kind": "diverged", "rank": error.rank, "step": error.step, "loss": error.loss, "what": error.what}
     if isinstance(error, ChangedInFlight):
         return {"kind": "changed", "rank": error.rank, "tag": error.tag}
     if isinstance(error, KeyboardInterrupt):
@@ -36,7 +36,7 @@ def unpack(facts: Facts) -> BaseException:
         case "lost":
             return PeerLost(facts["rank"], facts["why"])
         case "diverged":
-            return Diverged(facts["rank"], facts["step"], facts["loss"])
+            return Diverged(facts["rank"], facts["step"], facts["loss"], facts["what"])
         case "changed":
             return ChangedInFlight(facts["rank"], facts["tag"])
         case "interrupted":

@@ -13,6 +13,7 @@ Inside one host moving bytes is computing, so there workers pool their weights: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,6 +33,11 @@ def apply_sum(w: Worker, part: Part, held: Holding) -> None:
     w.move(part.outgoing.nbytes)
     at = At(held.weights, samples=w.samples, count=len(w.workers))
     held.update(part.grad, at, part.untouched(), over=len(w.workers))
+
+
+def rule_state(w: Worker, held: Sequence[Holding]) -> Saved | None:
+    """What the rule of a replica remembers, on the lead: it is the same on every worker."""
+    return under("rule", join(pieces(held, w.flat.places))) if w.rank == w.lead else None
 
 
 @dataclass
@@ -109,7 +115,7 @@ class AllReduce:
         if self.pool is not None:
             pooled = self.pool.state()
             return None if pooled is None else under("rule", pooled)
-        return under("rule", join(pieces(self.held, w.flat.places))) if w.rank == w.lead else None
+        return rule_state(w, self.held)
 
     def restore(self, w: Worker, saved: Saved) -> None:
         """The same for everyone, whatever their number."""

@@ -2,7 +2,7 @@
 
 split  data        when  every `period` steps; in lock step, or on each worker's own clock
 who    a collective (synchronous), parameter-server shards (asynchronous)
-what   any Codec that Rounds (asynchronous), raw (synchronous)
+what   any Codec that Rounds (asynchronous), any Codec without a memory (synchronous)
 how    the elastic move beside any local Rule
 
     e_k = alpha (x_k - c)
@@ -15,6 +15,9 @@ what the centre gains its worker loses, whatever is rounded: x_k + c is moved by
 
     worker  C(x_k)  --------------------------------->  s = C(alpha (D(C(x_k)) - c));  c <- c + D(s)
             e_k = D(s)  <-----------------------------  s
+
+Synchronous, it is the way from the centre that is encoded, D(C(x_k - c)), and both move by that; what is left out stays
+between them, and is told later by itself.
 
 With `momentum` delta a worker's own move has inertia, in Nesterov's first form; the spring has none:
 
@@ -35,17 +38,19 @@ from torch import Tensor, nn
 from manyhands.codecs import Raw
 from manyhands.consistency import Free
 from manyhands.core.errors import refuse_unless
+from manyhands.core.flat import Span
 from manyhands.core.gather import gather
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Codec, Rounds, Rule, Saved, Weights
+from manyhands.core.protocols import At, Batch, Codec, Rule, Saved, Weights
 from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
+from manyhands.core.sending import check_rounds, over
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
 from manyhands.topology.servers import Sharding, check_servers, connect, read_outcome, serve
 from manyhands.topology.servers.inbox import encoded
+from manyhands.topology.sums import Gather
 
-SUMMED = "a collective sums numbers as they are"
-PLACE = "x is where a worker is: what is left out would be taken for 0, and to send it later would be too late"
+STAYS = "what is not sent stays between a worker and the centre, and need not be remembered"
 
 
 @dataclass
@@ -60,7 +65,7 @@ class Elastic:
         asynchronous: each worker meets the centre on its own clock.
         shard: how the centre is cut over the shards (asynchronous).
         momentum: delta, what remains of a worker's last move.
-        codec: C, what x and e look like on the wire (asynchronous).
+        codec: C, what x and e look like on the wire (asynchronous), or the way from the centre.
     """
 
     rule: Rule
@@ -79,10 +84,10 @@ class Elastic:
         refuse_unless(0 <= alpha <= 1, "moving_rate", self.moving_rate, "0 to 1")
         refuse_unless(self.period >= 1, "period", self.period, ">= 1")
         refuse_unless(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
-        fits = self.asynchronous or self.codec == Raw()
-        refuse_unless(fits, "codec", self.codec, f"{Raw()} unless asynchronous: {SUMMED}")
-        rounds = isinstance(self.codec, Rounds)
-        refuse_unless(rounds, "codec", self.codec, f"one that sends every number, such as half(): {PLACE}")
+        if self.asynchronous:
+            check_rounds(self.codec)
+        forgets = self.codec.memory(torch.empty(0)) is None
+        refuse_unless(forgets, "codec", self.codec, f"one without a memory: {STAYS}")
         self.lockstep = not self.asynchronous
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
@@ -100,6 +105,7 @@ class Elastic:
         else:
             self.center = [part.weights.clone() for part in w.flat.parts]
             self.sum = all_reducer("auto", w.transport, w.workers)
+            self.told = None if self.codec == Raw() else Gather(w, self.codec)
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Meet the centre if it is time, then step by one's own gradient, taken before the meeting."""
@@ -130,13 +136,24 @@ class Elastic:
     def meet(self, w: Worker) -> list[Tensor]:
         """Synchronous: all workers and the centre move at once."""
         moves = []
-        for part, c in zip(w.flat.parts, self.center, strict=True):
+        for number, (part, c) in enumerate(zip(w.flat.parts, self.center, strict=True)):
             away = part.weights - c
-            moves.append(self.alpha * away)
-            self.sum.all_reduce(away)
+            moves.append(self.alpha * self.add_up(w, away, number))
             c.add_(away, alpha=self.center_rate / len(w.workers))
             w.move(3 * away.nbytes)
         return moves
+
+    def add_up(self, w: Worker, away: Tensor, number: int) -> Tensor:
+        """Sum over all workers how far each is away, in place; returns how far this one is, as the others see it."""
+        mine = away.clone()
+        if self.told is None:
+            self.sum.all_reduce(away)
+            return mine
+        span = Span(number, 0, away.numel())
+        self.told.add_up(away, span)
+        if not mine.is_meta:
+            over(self.codec, span, w.flat.places).decode(self.told.told, mine)
+        return mine
 
     def exchange(self, w: Worker) -> list[Tensor]:
         """Asynchronous: send x to every shard of the centre, get the move e back, both encoded."""

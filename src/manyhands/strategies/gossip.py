@@ -1,7 +1,7 @@
 """Gossip: no server; after its own step each worker averages with one other, chosen among all at random.
 
 split  data        when  every `period` steps, never in lock step     who  anybody
-what   raw         how   any Rule, on the worker's own weights
+what   any Codec that Rounds       how   any Rule, on the worker's own weights
 
     main program                            communication
     x^ <- x                                 owns x; answers peers also while the main program computes
@@ -26,7 +26,8 @@ from typing import ClassVar, Literal
 from manyhands.core.errors import PeerLost, refuse_unless
 from manyhands.core.gather import gather
 from manyhands.core.meeting import meet
-from manyhands.core.protocols import Batch, Message, Rule, Saved, Tag, Weights, recv
+from manyhands.core.protocols import Batch, Codec, Message, Rule, Saved, Tag, Weights, recv
+from manyhands.core.sending import check_rounds
 from manyhands.core.worker import Worker
 from manyhands.topology.peers import GRADIENT, Exchange, Own, Pairing, Pulling, Pushing
 
@@ -42,21 +43,25 @@ class Gossip:
         rule: how a worker applies its gradient.
         mode: who changes: the one who asks (pull), the one who is sent to (push), or both (pairwise).
         period: tau, steps between two exchanges of a worker's own.
+        codec: what x looks like on the wire; as it is, if not given.
     """
 
     rule: Rule
     mode: Literal["push", "pull", "pairwise"] = "pull"
     period: int = 1
+    codec: Codec | None = None
     lockstep: ClassVar[bool] = False
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         refuse_unless(self.mode in EXCHANGES, "mode", self.mode, f"one of {', '.join(EXCHANGES)}")
         refuse_unless(self.period >= 1, "period", self.period, ">= 1")
+        if self.codec is not None:
+            check_rounds(self.codec)
 
     def setup(self, w: Worker) -> None:
         """x, what is averaged; the model's own weights are x^, what is computed on; all others are peers."""
-        self.own = Own(w, self.rule)
+        self.own = Own(w, self.rule, codec=self.codec)
         self.exchange: Exchange = EXCHANGES[self.mode](self.own)
         self.peers = [rank for rank in w.workers if rank != w.rank]
         w.transport.spawn(lambda: self.communicate(w), daemon=True)

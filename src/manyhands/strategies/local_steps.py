@@ -1,12 +1,14 @@
 """LocalSteps: every worker trains on its own for a round, then all combine what they have found.
 
 split  data        when  in rounds, in lock step        who  a collective
-what   raw         how   any Rule within a round; between rounds the average, or an outer Rule that steps towards it
+what   any Codec   how   any Rule within a round; between rounds the average, or an outer Rule that steps towards it
 
     x_k <- x_k + rule(g_k(x_k))                    as often as a round has steps
     x   =  sum_k a_k x_k                           a_k = 1/P, unless a Weight says otherwise
     x_k <- x                                       or, with an outer rule:
     W   <- W + outer(W - x);  x_k <- W             W is where rounds start
+
+With a codec and an outer rule W - x_k travels encoded (topology/sums): what is lost of one round comes with the next.
 
 Until `warmup` steps are over gradients are averaged instead, as in `allreduce`. What is left of a round when the run
 ends makes a shorter one. The answer is the average, or what the outer rule makes of W.
@@ -22,13 +24,15 @@ from torch import Tensor, nn
 
 from manyhands.consistency import Rounds
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.flat import Span
 from manyhands.core.gather import gather, mean
 from manyhands.core.holding import Holding, replica
-from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
-from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
+from manyhands.core.protocols import At, Batch, Codec, Rule, Saved, Weights
+from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under, workers_in
 from manyhands.core.worker import Worker
 from manyhands.topology.averages import Fixed, Weight, average
 from manyhands.topology.collectives import all_reducer
+from manyhands.topology.sums import Gather
 
 
 @runtime_checkable
@@ -51,6 +55,7 @@ class LocalSteps:
         memory: what becomes of a local rule's memory after a round.
         weight: how much each worker counts; None: all the same.
         draws_from_all: whether every worker may see any sample, instead of having a share of its own.
+        codec: what a round has changed looks like on the wire; as it is, if not given.
     """
 
     rule: Rule
@@ -60,6 +65,7 @@ class LocalSteps:
     memory: Literal["keep", "average", "reset"] = "keep"
     weight: Weight | None = None
     draws_from_all: bool = False
+    codec: Codec | None = None
     lockstep: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
 
@@ -70,8 +76,13 @@ class LocalSteps:
         if self.memory != "keep" and "owner" in self.rule.needs:
             raise Refused(f"memory is {self.memory!r}, but must be 'keep': {self.rule} keeps its memory to itself")
 
+        changes = self.codec is None or (self.outer is not None and self.weight is None)
+        refuse_unless(changes, "codec", self.codec, "none: only changes that an outer rule takes in are encoded")
+
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """Shares must be given for every worker."""
+        """Shares must be given for every worker; a codec takes what single precision has at least."""
+        halves = [p.dtype for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
+        refuse_unless(not halves or self.codec is None, "codec", self.codec, "none for weights in half precision")
         if isinstance(self.weight, Fixed):
             self.weight.check(workers)
 
@@ -86,6 +97,7 @@ class LocalSteps:
         if self.outer is not None:
             self.starts = replica(w.flat, self.outer, [part.weights.clone() for part in w.flat.parts])
         self.everyone = all_reducer("auto", w.transport, w.workers)
+        self.sum = None if self.codec is None else Gather(w, self.codec)
         self.rounds.begin(w.steps)
         self.computing = 0.0
 
@@ -127,7 +139,7 @@ class LocalSteps:
         for number, (part, weight) in enumerate(zip(w.flat.parts, weights, strict=True)):
             w.move(2 * part.weights.nbytes)
             if self.starts:
-                self.step_towards(w, part.weights, self.starts[number], weight)
+                self.step_towards(w, number, part.weights, self.starts[number], weight)
             else:
                 part.weights.copy_(average(self.everyone, len(w.workers), part.weights, weight))
         self.tend_memory(w)
@@ -135,10 +147,14 @@ class LocalSteps:
         self.rounds.measure(self.everyone, self.computing / steps, w.transport.now() - began)
         self.computing = 0.0
 
-    def step_towards(self, w: Worker, x: Tensor, start: Holding, weight: Tensor | None) -> None:
+    def step_towards(self, w: Worker, number: int, x: Tensor, start: Holding, weight: Tensor | None) -> None:
         """W <- W + outer(W - x); differences of half-precision numbers are averaged as single ones."""
-        away = average(self.everyone, len(w.workers), start.weights - x, weight)
-        workers = len(w.workers)
+        workers, away = len(w.workers), start.weights - x
+        if self.sum is None:
+            away = average(self.everyone, workers, away, weight)
+        else:
+            self.sum.add_up(away, Span(number, 0, away.numel()))
+            away = away if away.is_meta else away.div_(workers)
         start.update(away.to(x.dtype), At(start.weights, samples=w.samples, count=workers, workers=workers))
         x.copy_(start.weights)
 
@@ -183,6 +199,7 @@ class LocalSteps:
         x = named(places, [part.weights for part in w.flat.parts])
         sums = {} if self.weight is None else {str(n): x for n, x in enumerate(self.weight.sums)}
         mine = under("x", x) | under("rule", join(pieces(self.held, places))) | under("weight", sums)
+        mine |= {} if self.sum is None else under("sum", self.sum.state())
         saved = collect(w, mine, of_all=True)
         if saved is None:
             return None
@@ -197,6 +214,8 @@ class LocalSteps:
         self.rounds.taken, self.rounds.length = saved["round"].tolist()
         place(places, [start.weights for start in self.starts], section(saved, "start"))
         restore(self.starts, places, section(saved, "outer"))
+        if self.sum is not None:
+            self.sum.restore([section(one, "sum") for one in workers_in(saved)])
         if mine := own(w, saved):
             place(places, [part.weights for part in w.flat.parts], section(mine, "x"))
             restore(self.held, places, section(mine, "rule"))

@@ -1,7 +1,7 @@
 """Mixing: no server; in lock step each worker mixes its weights with those of all its neighbours.
 
 split  data        when  every step, in lock step     who  the neighbours in a peer graph
-what   raw         how   any Rule, on the worker's own weights
+what   any Codec that Rounds          how   any Rule, on the worker's own weights
 
     tell all neighbours x_i                           it travels while the gradient is computed
     g_i = gradient(x_i)
@@ -14,6 +14,9 @@ the mean of all x moves by the mean of the steps alone. The answer is that mean.
 A lost neighbour makes no difference: its term is left out, which gives its weight to the diagonal, so W stays what it
 was among the others. If they fall apart into pieces that no longer hear of each other, each trains on; the answer is
 still the mean of all.
+
+With a codec C (and D, which decodes) neighbours are told C(x_i), and x_i moves by what all make of it, its own too:
+sum_j W_ij (D(C(x_j)) - D(C(x_i))). So the mean stays what it was, whatever is rounded.
 
 What is told lies in one of two rows of memory in turn. When a worker writes into the row of its step before last, each
 neighbour has told it of the step in between, and so has read that one.
@@ -28,7 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import PeerLost, refuse_unless
-from manyhands.core.protocols import At, Batch, Rule, Saved, Tag, Weights, recv
+from manyhands.core.protocols import At, Batch, Codec, Rule, Saved, Tag, Weights, recv
+from manyhands.core.sending import check_rounds
 from manyhands.core.worker import Worker
 from manyhands.topology.peers import Own, mixing, neighbours
 
@@ -43,16 +47,20 @@ class Mixing:
         rule: how a worker applies its gradient.
         graph: who is whose neighbour: ring, complete, exponential, torus or random.
         mix: beside the step, which has not seen it, or after it.
+        codec: what x looks like on the wire; as it is, if not given.
     """
 
     rule: Rule
     graph: str = "ring"
     mix: Literal["beside", "after"] = "beside"
+    codec: Codec | None = None
     lockstep: ClassVar[bool] = True
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         refuse_unless(self.mix in ("beside", "after"), "mix", repr(self.mix), "'beside' or 'after'")
+        if self.codec is not None:
+            check_rounds(self.codec)
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The graph must exist."""
@@ -62,10 +70,11 @@ class Mixing:
         """x, which the model computes on; W_ij of each neighbour; two rows of memory to tell x from."""
         me = w.workers.index(w.rank)
         self.x = [part.weights for part in w.flat.parts]
-        self.own = Own(w, self.rule, self.x)
+        self.own = Own(w, self.rule, self.x, self.codec)
         row = mixing(self.graph, me, len(w.workers), w.seed)
         self.weights = {w.workers[place]: weight for place, weight in row.items() if place != me}
-        self.rows = [[_memory(w, x) for x in self.x] for _ in range(2 if self.weights else 0)]
+        self.rows = [[_memory(w, x) for x in self.x] for _ in range(2 if self.weights and not self.codec else 0)]
+        self.mine: list[Tensor] = []
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Compute, tell and hear, move."""
@@ -83,13 +92,15 @@ class Mixing:
         return loss
 
     def tell(self, w: Worker) -> None:
-        """Lend a copy of x to every neighbour."""
-        if self.weights:
-            row = self.rows[w.step % 2]
-            for copy, x in zip(row, self.x, strict=True):
-                copy.copy_(x)
-            for rank in self.weights:
-                w.transport.send(rank, MIX, (), row)
+        """Lend a copy of x to every neighbour; what they make of it is what we take for our own."""
+        if not self.weights:
+            return
+        row = self.own.told() if self.codec else self.rows[w.step % 2]
+        for copy, x in zip(row, self.x, strict=True) if not self.codec else ():
+            copy.copy_(x)
+        self.mine = self.own.heard(row) if self.codec else self.x
+        for rank in self.weights:
+            w.transport.send(rank, MIX, (), row)
 
     def hear(self, w: Worker) -> list[Tensor]:
         """sum_j W_ij (x_j - x_i), in order of rank; whoever is lost has no say. Nothing without neighbours."""
@@ -99,7 +110,7 @@ class Mixing:
                 message = recv(w.transport, MIX, frm=rank)
             except PeerLost:
                 continue
-            for move, x, y in zip(moves, self.x, message.tensors, strict=True):
+            for move, x, y in zip(moves, self.mine, self.own.heard(message.tensors), strict=True):
                 move.add_(y - x, alpha=weight)
             message.release()
             w.move(3 * sum(x.nbytes for x in self.x))

@@ -1,7 +1,7 @@
 """Pairwise: no server; each worker averages with one random neighbour after every gradient.
 
 split  data        when  never in lock step     who  one neighbour of a peer graph
-what   raw         how   any Rule, on the worker's own weights
+what   any Codec that Rounds       how   any Rule, on the worker's own weights
 
     main program                            communication
     x^ <- x                                 owns x; answers peers also while the main program computes
@@ -23,7 +23,8 @@ from torch import nn
 from manyhands.core.errors import PeerLost, refuse_unless
 from manyhands.core.gather import gather
 from manyhands.core.meeting import meet
-from manyhands.core.protocols import Batch, Message, Rule, Saved, Weights, recv
+from manyhands.core.protocols import Batch, Codec, Message, Rule, Saved, Weights, recv
+from manyhands.core.sending import check_rounds
 from manyhands.core.worker import Worker
 from manyhands.topology.peers import GRADIENT, Own, Pairing, neighbours, sides
 
@@ -36,13 +37,19 @@ class Pairwise:
         rule: how a worker applies its gradient.
         graph: who is whose neighbour: ring, complete, exponential, torus or random.
         bipartite: only one side of the graph initiates.
+        codec: what x looks like on the wire; as it is, if not given.
     """
 
     rule: Rule
     graph: str = "ring"
     bipartite: bool = False
+    codec: Codec | None = None
     lockstep: ClassVar[bool] = False
     one_host: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.codec is not None:
+            check_rounds(self.codec)
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The graph must exist, and have two sides if that is asked for."""
@@ -54,7 +61,7 @@ class Pairwise:
     def setup(self, w: Worker) -> None:
         """x, what is averaged; the model's own weights are x^, what is computed on."""
         me, workers = w.workers.index(w.rank), len(w.workers)
-        self.own = Own(w, self.rule)
+        self.own = Own(w, self.rule, codec=self.codec)
         self.pairing = Pairing(self.own)
         self.peers = [w.workers[i] for i in neighbours(self.graph, me, workers, w.seed)]
         self.initiates = not self.bipartite or me in sides(self.graph, workers)[0]

@@ -28,16 +28,16 @@ from torch import Tensor, nn
 
 from manyhands.codecs import Raw
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.flat import Span
 from manyhands.core.gather import gather
 from manyhands.core.holding import corrects
 from manyhands.core.meeting import meet
 from manyhands.core.protocols import WAITING, Batch, Codec, Consistency, Picks, Rule, Saved, Weights
 from manyhands.core.saving import add, collect, inherited, join, named, section, under
+from manyhands.core.sending import Sender
 from manyhands.core.worker import Worker
 from manyhands.strategies.warm_start import WarmStart
 from manyhands.topology.servers import Lane, Sharding, Tree, check_servers, connect, read_outcome, serve, waves
-from manyhands.topology.servers.inbox import Payload, encoded
+from manyhands.topology.servers.inbox import Payload
 
 
 def among(when: Consistency, workers: int) -> Consistency:
@@ -128,7 +128,7 @@ class Server:
         self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec, self.tree, self.copies)
         self.waves = waves(self.lanes, self.when)
         self.warming = WarmStart(w, self.warm_start)
-        self.memory = [self.codec.memory(part.weights) for part in w.flat.parts]
+        self.sender = Sender(w, self.codec)
         self.pushed: list[tuple[Lane, Payload]] = []
         self.accrued: list[Tensor] | None = None
         self.accruals = 0
@@ -172,7 +172,7 @@ class Server:
             for lane in wave:
                 lane.pull([w.flat.weights(span) for span in lane.spans])
         w.lag = max(lane.lag for lane in self.lanes)
-        self.take_back(w)
+        self.take_back()
 
     def pushes_at(self, step: int) -> bool:
         """Whether this step ends with a push."""
@@ -204,35 +204,22 @@ class Server:
             grads = [g.div_(steps) for g in grads]
         for lane in self.lanes:
             into = [w.flat.weights(span) for span in lane.spans] if self.simple else ()
-            payload = [self.encode(w, grads[span.part], span) for span in lane.spans]
+            payload = [self.sender.encode(grads[span.part], span) for span in lane.spans]
             lane.push(payload, untouched, into, steps)
-            if self.remainders():
+            if self.sender.remembers:
                 self.pushed.append((lane, payload))
 
     def unmoved(self, w: Worker, untouched: frozenset[int]) -> list[int]:
         """The parameters that a push says nothing about: untouched ones, unless the codec still has some of them."""
-        memory = self.remainders()
         spans = {place.mark: place.span for place in w.flat.places if place.mark in untouched}
-        return [mark for mark, (part, start, stop) in spans.items() if not memory or not memory[part][start:stop].any()]
+        return [mark for mark, span in spans.items() if not self.sender.has_left(span)]
 
-    @torch.no_grad()
-    def take_back(self, w: Worker) -> None:
+    def take_back(self) -> None:
         """What was not accepted goes into the codec's memory, to be sent with the next gradient."""
         for lane, payload in self.pushed:
             for span, tensors in zip(lane.spans, payload, strict=True) if lane.refused else ():
-                lost = torch.empty_like(w.flat.weights(span))
-                self.codec.decode(tensors, lost)
-                self.remainders()[span.part][span.start : span.stop].add_(lost)
+                self.sender.take_back(span, tensors)
         self.pushed = []
-
-    def encode(self, w: Worker, grad: Tensor, span: Span) -> tuple[Tensor, ...]:
-        """What travels for one span; of a model of sizes only that many bytes."""
-        part, start, stop = span
-        nbytes, raw = self.codec.nbytes(span.numel, grad.dtype), span.numel * grad.element_size()
-        if nbytes != raw:
-            w.move(raw)
-        memory = self.memory[part]
-        return encoded(self.codec, grad[start:stop], None if memory is None else memory[start:stop])
 
     def finish(self, w: Worker) -> None:
         """Push what is left, say good-bye to every shard."""
@@ -282,7 +269,7 @@ class Server:
 
     def state(self, w: Worker) -> Saved | None:
         """Every worker's codec memory and what it has not pushed; what the shards remember."""
-        mine = under("memory", named(w.flat.places, self.remainders()) if self.remainders() else {})
+        mine = under("memory", self.sender.state())
         if self.accrued is not None:
             touched = [place for place in w.flat.places if place.mark not in self.untouched]
             mine |= under("accrued", named(touched, self.accrued)) | {"accruals": torch.tensor(self.accruals)}
@@ -290,10 +277,6 @@ class Server:
         if saved is None:
             return None
         return saved | under("rule", join(piece for lane in self.lanes for piece in lane.state()))
-
-    def remainders(self) -> list[Tensor]:
-        """The codec's memory; empty if it has none."""
-        return [x for x in self.memory if x is not None]
 
     def restore(self, w: Worker, saved: Saved) -> None:
         """The lead tells the shards; memory and gradients of workers that are gone go to those that are left."""
@@ -307,8 +290,7 @@ class Server:
     def inherit(self, w: Worker, old: Saved) -> None:
         """Take over what a worker had not got rid of."""
         accrued = section(old, "accrued")
-        if self.remainders():
-            add(w.flat.places, self.remainders(), section(old, "memory"))
+        self.sender.inherit(section(old, "memory"))
         if accrued:
             self.simple = False
             add(w.flat.places, self.so_far(w), accrued)

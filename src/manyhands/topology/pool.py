@@ -20,8 +20,8 @@ from manyhands.core.holding import Holding
 from manyhands.core.protocols import At, Rule, Saved
 from manyhands.core.saving import Piece, join, pieces
 from manyhands.core.worker import Worker
+from manyhands.topology.collectives.gate import gate
 from manyhands.topology.common import common_weights
-from manyhands.topology.gate import gate
 from manyhands.topology.servers.sharding import cut
 
 

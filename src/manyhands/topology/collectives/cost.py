@@ -19,8 +19,23 @@ rows (N machines, each with a worker and an even share of the shards; row number
     sparse, all-gather   2 α w (N - 1)         everyone gets everyone's rows: the same for N = 2, more for N > 2
     dense, one server    2 w (N - 1)           that machine alone
 
+The same in elements, for the weight of a linear layer, M x N, whose factors have K rows on each of P workers (see
+topology/factors.py), with S servers that have even shares of the weights:
+
+    factors              2 K (P - 1) (M + N)        a worker: everyone gets everyone's factors
+    server               2 M N                      a worker whose servers are elsewhere
+    server beside it     2 M N (P + S - 2) / S      a worker with one of the servers on its machine
+    adam                 K (M + N) + M N            a worker: factors are pushed, weights are pulled
+    adam, the server     P (K (M + N) + M N)        if there is one
+
+Factors pay if they are not more than servers beside all workers (S = P) would have: K (M + N) <= 2 M N / P. Their cost
+grows with the square of P, since everyone has P - 1 others; that of a sum does not.
+
 Reference: E. Chan et al., "Collective communication: theory, practice, and experience", 2007,
-https://doi.org/10.1002/cpe.1206; for sparse parameters: S. Kim et al., "Parallax", 2018, arXiv:1808.02621.
+https://doi.org/10.1002/cpe.1206; for sparse parameters: S. Kim et al., "Parallax", 2018, arXiv:1808.02621;
+for factors: H. Zhang et al., "Poseidon: an efficient communication architecture for distributed deep learning on GPU
+clusters", 2017, arXiv:1706.03292; T. Chilimbi et al., "Project Adam: building an efficient and scalable deep learning
+training system", 2014.
 """
 
 from __future__ import annotations
@@ -66,3 +81,23 @@ def machine_bytes(how: str, N: int, w: float, α: float = 1.0) -> float:
     }
     refuse_unless(how in terms, "how", how, f"one of {'; '.join(terms)}")
     return terms[how]
+
+
+def layer_elements(how: str, M: int, N: int, *, K: float, P: int, S: int = 1) -> float:
+    """Elements in and out per step for the weight of a linear layer; `how` is a name of the third table above."""
+    refuse_unless(P >= 1, "workers", P, ">= 1")
+    refuse_unless(S >= 1, "servers", S, ">= 1")
+    terms = {
+        "factors": 2 * K * (P - 1) * (M + N),
+        "server": 2 * M * N,
+        "server beside it": 2 * M * N * (P + S - 2) / S,
+        "adam": K * (M + N) + M * N,
+        "adam, the server": P * (K * (M + N) + M * N),
+    }
+    refuse_unless(how in terms, "how", how, f"one of {'; '.join(terms)}")
+    return terms[how]
+
+
+def factors_pay(M: int, N: int, *, K: float, P: int) -> bool:
+    """Whether factors are not more than what a server beside each worker would have in and out."""
+    return layer_elements("factors", M, N, K=K, P=P) <= layer_elements("server beside it", M, N, K=K, P=P, S=P)

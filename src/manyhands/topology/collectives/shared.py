@@ -14,8 +14,8 @@ P = 3, each line a memory, each column a rank's span:
 The sum is made in the order of ranks, by one rank each, so it is the same for every number of calls and all ranks end
 with the same bits.
 
-No memory is written too early: a rank copies in again after the second meeting, where all have read its last vector;
-it reduces again after the next first meeting, where all have copied the last sum out.
+How they meet is in gate.py. No memory is written too early: a rank copies in again after the second meeting, where all
+have read its last vector; it reduces again after the next first meeting, where all have copied the last sum out.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor
 from manyhands.core.errors import refuse_unless
 from manyhands.core.protocols import Transport
 from manyhands.core.worker import REFERENCE_BYTES
+from manyhands.topology.collectives.gate import gate
 from manyhands.topology.collectives.group import Group
 
 
@@ -44,6 +45,7 @@ class Shared:
         self._group = Group(transport, ranks, "shared")
         hosts = sorted({transport.hosts[rank] for rank in ranks})
         refuse_unless(len(hosts) == 1, "the number of hosts of a shared collective", len(hosts), "1: it needs memory")
+        self._meet = gate(transport, ranks, f"shared.{self._group.label}", self._group.meet)
         self._memory: dict[torch.dtype, list[Tensor]] = {}
 
     def all_reduce(self, x: Tensor) -> None:
@@ -53,9 +55,9 @@ class Shared:
             return
         *memory, total = [x] * (self._group.size + 1) if x.is_meta else self._memory_for(x)
         self._move(x, memory[self._group.place])
-        self._group.meet()
+        self._meet()
         self._reduce(memory, total)
-        self._group.meet()
+        self._meet()
         self._move(total, x)
 
     def _reduce(self, memory: Sequence[Tensor], total: Tensor) -> None:

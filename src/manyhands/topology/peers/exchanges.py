@@ -70,7 +70,7 @@ class Pairing:
         if message.tag == REFUSED:
             return self.try_next()
         self.open = None
-        self.own.average(message.tensors)
+        self.own.average(self.own.heard(message.tensors))
         message.release()
         return True
 
@@ -78,7 +78,7 @@ class Pairing:
         """A peer offers its weights: average with it, unless an exchange of our own is open."""
         if self.open is None:
             self.own.send(offer.frm, TAKEN)
-            self.own.average(offer.tensors)
+            self.own.average(self.own.heard(offer.tensors))
         else:
             self.own.w.transport.send(offer.frm, REFUSED)
         offer.release()
@@ -116,7 +116,7 @@ class Pulling:
         answered = message.frm == self.open  # if not, it is the late word of a lost peer
         if answered:
             self.open = None
-            self.own.average(message.tensors)
+            self.own.average(self.own.heard(message.tensors))
         message.release()
         return answered
 
@@ -146,12 +146,13 @@ class Pushing:
 
     @torch.no_grad()
     def hear(self, message: Message) -> bool:
+        heard = self.own.heard(message.tensors)
         if self.received:
-            for total, y in zip(self.total, message.tensors, strict=True):
+            for total, y in zip(self.total, heard, strict=True):
                 total.add_(y)
-            message.release()
         else:
-            self.total = list(message.keep())
+            self.total = [y if y.is_meta else y.clone() for y in heard]
+        message.release()
         self.received += 1
         self.own.w.move(sum(total.nbytes for total in self.total))
         return False

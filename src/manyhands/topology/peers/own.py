@@ -8,6 +8,11 @@
 
 Nobody else touches x, so nobody reads it half written and no lock is needed. While everyone rests, the main program
 may: that is when x is saved.
+
+With a codec C (and D, which decodes) others are told C(x), and x moves by what they would make of it, so that of two
+that average one gains what the other loses:
+
+    x <- x + (sum of D(C(y)) - n D(C(x))) / (1 + n)        if nothing is rounded: x <- (x + sum of y) / (1 + n)
 """
 
 from __future__ import annotations
@@ -19,9 +24,10 @@ from torch import Tensor
 
 from manyhands.core.gather import gather, mean
 from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Message, Rule, Saved, Tag, Weights, recv
+from manyhands.core.protocols import At, Codec, Message, Rule, Saved, Tag, Weights, recv
 from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
 from manyhands.core.worker import Worker
+from manyhands.topology.servers.inbox import decoded, encoded
 
 GRADIENT, MOVED = Tag("gradient"), Tag("moved-on")
 
@@ -31,10 +37,12 @@ class Own:
 
     Args:
         x: the memory to use, one vector per part of the model; a copy of the model's weights if not given.
+        codec: what x looks like on the wire; as it is, if not given.
     """
 
-    def __init__(self, w: Worker, rule: Rule, x: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, w: Worker, rule: Rule, x: Sequence[Tensor] | None = None, codec: Codec | None = None) -> None:
         self.w = w
+        self.codec = codec
         self.x = [part.weights.clone() for part in w.flat.parts] if x is None else list(x)
         self.held = replica(w.flat, rule, self.x)
 
@@ -60,16 +68,37 @@ class Own:
 
     def give_back(self) -> None:
         """Let the main program go on, at x as it is now."""
-        self.send(self.w.rank, MOVED)
+        self.w.transport.send(self.w.rank, MOVED, (), self._copy())
 
     def send(self, to: int, tag: Tag, *, latest: bool = False) -> None:
-        """Lend a copy of x: we go on changing our own."""
-        self.w.transport.send(to, tag, (), [x if x.is_meta else x.clone() for x in self.x], latest=latest)
+        """Tell a peer x: we go on changing our own."""
+        self.w.transport.send(to, tag, (), self.told(), latest=latest)
+
+    def _copy(self) -> list[Tensor]:
+        return [x if x.is_meta else x.clone() for x in self.x]
+
+    def told(self) -> list[Tensor]:
+        """x as others are told it, in memory that may be lent."""
+        if self.codec is None:
+            return self._copy()
+        self.w.move(sum(x.nbytes for x in self.x))
+        return [tensor for x in self.x for tensor in encoded(self.codec, x)]
+
+    def heard(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """What a peer has told, to be read only."""
+        if self.codec is None:
+            return list(tensors)
+        return [decoded(self.codec, (tensor,), x) for tensor, x in zip(tensors, self.x, strict=True)]
 
     @torch.no_grad()
     def average(self, total: Sequence[Tensor], count: int = 1) -> None:
-        """x <- (x + total) / (1 + count), where the total is that of `count` others."""
-        self.place([(x + y) / (1 + count) for x, y in zip(self.x, total, strict=True)])
+        """x <- (x + total) / (1 + count), where the total is that of `count` others, as they were heard."""
+        if self.codec is None:
+            self.place([(x + y) / (1 + count) for x, y in zip(self.x, total, strict=True)])
+        else:
+            mine = self.heard(self.told())
+            moves = [(y - x * count) / (1 + count) for x, y in zip(mine, total, strict=True)]
+            self.place([x + move for x, move in zip(self.x, moves, strict=True)])
         self.w.move(2 * sum(x.nbytes for x in self.x))
 
     def place(self, values: Sequence[Tensor]) -> None:

@@ -18,6 +18,7 @@ from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.holding import Holding, corrects
 from manyhands.core.protocols import WAITING, Codec, Consistency, Post, Rule
+from manyhands.core.sending import over
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.inbox import Kept, inbox_of, pending_slots
 from manyhands.topology.servers.lane import Lane
@@ -145,6 +146,7 @@ def _keeper(
     ledger = Ledger(clients, 0, slots, late=() if tree else w.seats[len(w.workers) :])
     seen = [[x.clone() for x in weights] for _ in w.seats] if "seen" in rule.needs else ()
     keeps = when.merges and (any(corrects(one.rule) for one in holdings) or when.admit(WAITING))
-    inbox = Kept(codec, [h.weights for h in holdings]) if keeps else inbox_of(codec)
+    codecs = [over(codec, span, w.flat.places) for span in spans]
+    inbox = Kept(codecs, [h.weights for h in holdings]) if keeps else inbox_of(codecs)
     shard = Shard(holdings, when, ledger, inbox, w.batch_size, seen, len(w.workers))
     return Keeper(w, shard, keepers, relays, post)

@@ -30,7 +30,7 @@ class Plain(Protocol):
 def encoded(codec: Codec, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, ...]:
     """What travels instead of a vector; of a model of sizes only that many bytes."""
     if x.is_meta:
-        return (torch.empty(codec.nbytes(x.numel(), x.dtype), dtype=torch.uint8, device="meta"),)
+        return (torch.empty(codec.nbytes(x), dtype=torch.uint8, device="meta"),)
     return codec.encode(x, memory)
 
 
@@ -48,8 +48,8 @@ def decoded(codec: Codec, payload: Sequence[Tensor], like: Tensor) -> Tensor:
 class Inbox(Protocol):
     """Where pushed gradients are until they are applied: each in a slot."""
 
-    codec: Codec
-    """What everything that comes to the shard is encoded with."""
+    codecs: Sequence[Codec]
+    """What everything that comes to the shard is encoded with, for every holding."""
 
     def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
         """Take in what was pushed."""
@@ -99,8 +99,8 @@ class Sums:
 class LentInbox:
     """Gradients stay in the messages that brought them until they are applied."""
 
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
+    def __init__(self, codecs: Sequence[Codec]) -> None:
+        self.codecs = codecs
         self._lent: dict[int, tuple[Payload, frozenset[int], Callable[[], None]]] = {}
 
     def put(self, slot: int, payload: Payload, untouched: Sequence[int], release: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class LentInbox:
 
     def write(self, slot: int, place: int, out: Tensor) -> None:
         """Decode straight from the message."""
-        self.codec.decode(self._lent[slot][0][place], out)
+        self.codecs[place].decode(self._lent[slot][0][place], out)
 
     def untouched(self, slot: int) -> frozenset[int]:
         """As its worker said."""
@@ -125,13 +125,14 @@ class PlainInbox(LentInbox):
 
     def gradients(self, slots: list[int], place: int) -> list[Tensor]:
         """Where they came in."""
-        assert isinstance(self.codec, Plain)
-        return [self.codec.plain(self._lent[slot][0][place]) for slot in slots]
+        codec = self.codecs[place]
+        assert isinstance(codec, Plain)
+        return [codec.plain(self._lent[slot][0][place]) for slot in slots]
 
 
-def inbox_of(codec: Codec) -> LentInbox:
+def inbox_of(codecs: Sequence[Codec]) -> LentInbox:
     """Where gradients are until they are applied, which nobody goes on before."""
-    return PlainInbox(codec) if isinstance(codec, Plain) else LentInbox(codec)
+    return PlainInbox(codecs) if all(isinstance(codec, Plain) for codec in codecs) else LentInbox(codecs)
 
 
 class Kept:
@@ -140,8 +141,8 @@ class Kept:
     So it must be where a worker may go on before its gradient is applied, and where each of several is corrected.
     """
 
-    def __init__(self, codec: Codec, weights: Sequence[Tensor]) -> None:
-        self.codec = codec
+    def __init__(self, codecs: Sequence[Codec], weights: Sequence[Tensor]) -> None:
+        self.codecs = codecs
         self._like = weights
         self._kept: dict[int, list[Tensor]] = {}
         self._untouched: dict[int, frozenset[int]] = {}
@@ -150,9 +151,9 @@ class Kept:
         """Decode and release the message."""
         if slot not in self._kept:
             self._kept[slot] = [torch.empty_like(x) for x in self._like]
-        for tensors, out in zip(payload, self._kept[slot], strict=True):
+        for codec, tensors, out in zip(self.codecs, payload, self._kept[slot], strict=True):
             if not out.is_meta:
-                self.codec.decode(tensors, out)
+                codec.decode(tensors, out)
         self._untouched[slot] = frozenset(untouched)
         release()
 

@@ -42,6 +42,7 @@ from torch import Tensor
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.protocols import Codec, Consistency, Message, Meta, Tag, recv
+from manyhands.core.sending import over
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.messages import (
     ASK,
@@ -147,7 +148,7 @@ class Branch:
         self._keeper = keeper
         self._like = [w.flat.weights(span) for span in spans]
         self._nbytes = sum(x.nbytes for x in self._like)
-        self._codec, self._what = codec, what
+        self._codecs, self._what = [over(codec, span, w.flat.places) for span in spans], what
         self._waits = waits
         self._weights = _weights_of(keeper)
         self._at_work = set(children)
@@ -173,9 +174,9 @@ class Branch:
         """Take in a gradient; the message goes back at once."""
         self._w.move(self._nbytes)
         gradients = [torch.empty_like(x) for x in self._like]
-        for tensors, out in zip(pushed.regroup(message.tensors), gradients, strict=True):
+        for codec, tensors, out in zip(self._codecs, pushed.regroup(message.tensors), gradients, strict=True):
             if not out.is_meta:
-                self._codec.decode(tensors, out)
+                codec.decode(tensors, out)
         message.release()
         one = Held(gradients, pushed.seen, frozenset(pushed.untouched), pushed.batches, pushed.terms)
         if child in self._held:

@@ -141,9 +141,8 @@ class Shard:
 
         They move by what the worker will make of the answer: what it gives up is what they gain, to the last digit.
         """
-        codec = self._inbox.codec
         moves: list[tuple[Tensor, ...]] = []
-        for tensors, h in zip(payload, self.holdings, strict=True):
+        for codec, tensors, h in zip(self._inbox.codecs, payload, self.holdings, strict=True):
             e = (decoded(codec, tensors, h.weights) - h.weights).mul_(alpha)
             moves.append(encoded(codec, e))
             h.weights.add_(decoded(codec, moves[-1], e))
@@ -153,7 +152,7 @@ class Shard:
     @property
     def nbytes_of_exchange(self) -> int:
         """How many bytes that moves: the gap, the weights, and, if it has to be encoded, the answer."""
-        return (2 if isinstance(self._inbox.codec, Plain) else 3) * self.nbytes
+        return (2 if isinstance(self._inbox.codecs[0], Plain) else 3) * self.nbytes
 
     def _settle(self, slowest_moved: bool) -> list[int]:
         """Apply what is ready, then ask again for whoever that may have freed."""

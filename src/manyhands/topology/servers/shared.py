@@ -17,6 +17,7 @@ from manyhands.core.flat import Span
 from manyhands.core.holding import Allocate, Holding
 from manyhands.core.protocols import Codec, Consistency, Rule, Saved, Tag, recv
 from manyhands.core.saving import Piece
+from manyhands.core.sending import over
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.inbox import Payload, Plain, pending_slots
 from manyhands.topology.servers.ledger import Ledger
@@ -32,9 +33,9 @@ class SharedInbox:
     One that has to wait for others is decoded into shared memory, a stretch per slot, where any of them can read it.
     """
 
-    def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codec: Codec, slots: int) -> None:
-        self.codec = codec
-        self._plain = codec.plain if isinstance(codec, Plain) else None
+    def __init__(self, w: Worker, name: str, weights: Sequence[Tensor], codecs: Sequence[Codec], slots: int) -> None:
+        self.codecs = codecs
+        self._plain = [codec.plain for codec in codecs if isinstance(codec, Plain)]
         self._mine: tuple[Payload, frozenset[int]] = ((), frozenset())
         self._keeps = slots > 0
         places = len(w.flat.places)
@@ -50,8 +51,8 @@ class SharedInbox:
         """Applied at once it is read where it is; otherwise it is written where others can read it."""
         self._mine = payload, frozenset(untouched)
         if self._keeps:
-            for tensors, out in zip(payload, self._grads[slot], strict=True):
-                self.codec.decode(tensors, out)
+            for codec, tensors, out in zip(self.codecs, payload, self._grads[slot], strict=True):
+                codec.decode(tensors, out)
             self._skipped[slot].zero_()
             if untouched:
                 self._skipped[slot][list(untouched)] = 1
@@ -61,9 +62,9 @@ class SharedInbox:
         if self._keeps:
             return [self._grads[slot][place] for slot in slots]
         payload = self._mine[0][place]
-        if self._plain is not None:
-            return [self._plain(payload)]
-        self.codec.decode(payload, self._decoded[place])
+        if self._plain:
+            return [self._plain[place](payload)]
+        self.codecs[place].decode(payload, self._decoded[place])
         return [self._decoded[place]]
 
     def untouched(self, slot: int) -> frozenset[int]:
@@ -110,7 +111,8 @@ class SharedLane:
         if first:
             ledger.begin()
         at_once = when.ready(1, 2)
-        inbox = SharedInbox(w, name, [h.weights for h in holdings], codec, slots=0 if at_once else slots)
+        codecs = [over(codec, span, w.flat.places) for span in self.spans]
+        inbox = SharedInbox(w, name, [h.weights for h in holdings], codecs, slots=0 if at_once else slots)
         return Shard(holdings, when, ledger, inbox, w.batch_size, list(zip(*seen, strict=True)), len(w.workers))
 
     def _ledger(self, slots: int) -> Ledger:

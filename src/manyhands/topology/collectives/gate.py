@@ -42,11 +42,13 @@ class NotesWaits(Protocol):
         """The current activity has waited for others."""
 
 
-def gate(transport: Transport, ranks: Sequence[int], name: str) -> Callable[[], None]:
-    """How these ranks, all of one host, wait for each other."""
+def gate(
+    transport: Transport, ranks: Sequence[int], name: str, by_messages: Callable[[], None] | None = None
+) -> Callable[[], None]:
+    """How these ranks, all of one host, wait for each other; by messages in a way of their own, if they have one."""
     found = kernels()
     if found is None or not isinstance(transport, NotesWaits):
-        return Group(transport, ranks, name).meet
+        return by_messages or Group(transport, ranks, name).meet
     return Gate(transport, transport.note_wait, ranks, name, *found).meet
 
 
@@ -76,20 +78,19 @@ class Gate:
         self._memory = transport.shared(f"{name}.gate", CELLS * len(ranks), torch.int64)
         self._sleepers = torch.zeros(len(ranks), dtype=torch.int64)
         self._tag = Tag(f"{WAKE.name}:{name}", credit=WAKE.credit, carries=WAKE.carries)
-        self._number = int(self._memory[CELLS * self._me])
+        self._cells = memoryview(self._memory.numpy())  # type: ignore[arg-type]
         self._patience = PATIENCE if len(ranks) <= len(os.sched_getaffinity(0)) else 0
 
     def meet(self) -> None:
-        """Wait until everyone is here."""
-        self._number += 1
-        places, cells = len(self._ranks), self._memory.data_ptr()
-        told = self._arrive(cells, self._me, places, self._number, self._sleepers.data_ptr())
+        """Wait until everyone is here; whoever else of this rank goes through the same gate is counted too."""
+        number, places, cells = self._cells[CELLS * self._me] + 1, len(self._ranks), self._memory.data_ptr()
+        told = self._arrive(cells, self._me, places, number, self._sleepers.data_ptr())
         for place in self._sleepers[:told].tolist() if told else ():
             self._t.send(self._ranks[place], self._tag)
         for place in range(places):
             if place != self._me:
                 began = time.monotonic()
-                found = self._find(cells, self._me, place, places, self._number, self._patience)
+                found = self._find(cells, self._me, place, places, number, self._patience)
                 self._note_wait(time.monotonic() - began)
                 if not found:
                     recv(self._t, self._tag, frm=self._ranks[place])

@@ -1,0 +1,273 @@
+"""What the kernels do, in torch and numpy: the same bits for float32, and float64 as well.
+
+    sum of a row    64 lanes:  lane[l] = x[l] + x[l + 64] + x[l + 128] + ...,  then lane[l] += lane[l + 32], + 16, ... 1
+
+Whatever passes over a vector more than once does so stretch by stretch, while it is in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+from manyhands.codecs.noise import Seeds, uniform
+
+Pairs = tuple[Tensor, Tensor]
+"""Indices (int32, ascending) and values; or bits and means, codes and norms."""
+Whole = NDArray[np.int64]
+
+LANES = 64
+CHUNK = 4096
+"""Of so many numbers the moments are summed by themselves."""
+STRETCH = 2**17
+"""Numbers that stay in the cache, with what is made of them."""
+TINY = 2.0**-100
+"""A norm that is less counts as 0, for its reciprocal might be none."""
+WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""Whole numbers of the same size."""
+
+
+# -- the largest ---------------------------------------------------------------------------------------
+
+
+def reaching(x: Tensor, t: float, room: int) -> Tensor:
+    """Indices of the first numbers with |x| >= t, at most `room`; NaN counts as infinite."""
+    found, many = [np.empty(0, np.int64)], 0
+    for start, piece in _stretches(x, STRETCH):
+        if many < room:
+            found.append(np.flatnonzero(~(np.abs(piece.numpy()) < t)) + start)
+            many += len(found[-1])
+    return torch.from_numpy(np.concatenate(found)[:room]).int()
+
+
+def largest(x: Tensor, k: int, sampled: int, rank: int, room: int) -> Pairs:
+    """The k entries with the largest magnitudes; of equal ones the first, and NaN counts as infinite."""
+    if sampled:
+        held = x[:: x.numel() // sampled][:sampled].abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        few = reaching(x, float(held.topk(rank, sorted=False).values.min()), room)
+        if k <= few.numel() < room:
+            indices, values = _largest(x[few], k)
+            return few[indices], values
+    return _largest(x, k)
+
+
+def _largest(x: Tensor, k: int) -> Pairs:
+    a = x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    t = a.topk(k, sorted=False).values.min()
+    above, equal = (a > t).nonzero().view(-1), (a == t).nonzero().view(-1)
+    indices = torch.cat([above, equal[: k - above.numel()]]).sort().values
+    return indices.int(), x[indices]
+
+
+# -- signs ---------------------------------------------------------------------------------------------
+
+
+def signs(x: Tensor, block: int) -> Pairs:
+    """Bits of x >= 0, and for each block the means of those with bit 0, then of those with bit 1."""
+    bits, lanes, counts = [], [], []
+    for both, piece in _halves(x, _whole(8 * block)):
+        above = piece.numpy() >= 0
+        bits.append(np.packbits(above, bitorder="little"))
+        counts.append(_counts(above, bits[-1], block))
+        lanes.append(_lanes(_rows(both, block)))
+    sums, count = _fold(torch.cat(lanes, dim=1)), torch.from_numpy(np.concatenate(counts))
+    sizes = torch.full_like(count, block)
+    sizes[-1] -= count.numel() * block - x.numel()
+    return torch.from_numpy(np.concatenate(bits)), _mean(sums, torch.stack([sizes - count, count])).view(-1)
+
+
+def _halves(x: Tensor, length: int) -> Iterator[Pairs]:
+    """What of a stretch of x is below 0 and what is not, with zeros elsewhere, in memory for all; and the stretch."""
+    memory = x.new_empty(2, min(length, x.numel()))
+    for _, piece in _stretches(x, length):
+        both = memory[:, : piece.numel()]
+        torch.clamp(piece, max=0, out=both[0])
+        torch.clamp(piece, min=0, out=both[1])
+        yield both, piece
+
+
+def _counts(above: NDArray[np.bool], bits: NDArray[np.uint8], block: int) -> Whole:
+    """How many bits of each block are 1."""
+    if block % 8 == 0:
+        return _sums(np.bitwise_count(bits), block // 8)
+    return _sums(above.view(np.uint8), block)
+
+
+def _sums(x: NDArray[np.uint8], length: int) -> Whole:
+    return np.add.reduceat(x, np.arange(0, len(x), length), dtype=np.int64)
+
+
+def column_signs(x: Tensor, rows: int, columns: int) -> Pairs:
+    """The same for the columns of a matrix: its rows are added one after the other."""
+    bits, count = [], np.zeros(columns, np.int64)
+    sums = np.zeros((2, columns), x.numpy().dtype)
+    for both, piece in _halves(x, _whole(8 * columns)):
+        above = piece.numpy() >= 0
+        bits.append(np.packbits(above, bitorder="little"))
+        count += np.count_nonzero(above.reshape(-1, columns), axis=0)
+        for total, part in zip(sums, both.numpy(), strict=True):
+            matrix = part.reshape(-1, columns)
+            matrix[0] += total
+            np.add.reduce(matrix, axis=0, out=total)
+    counts = torch.from_numpy(np.stack([rows - count, count]))
+    return torch.from_numpy(np.concatenate(bits)), _mean(torch.from_numpy(sums), counts).view(-1)
+
+
+def unsign(bits: Tensor, block: int, means: Tensor, out: Tensor) -> None:
+    """Each number becomes one of the means of its block."""
+    both = means.view(2, -1, 1)
+    for start, piece in _stretches(out, _whole(8 * block)):
+        low, high = both[:, start // block :]
+        above, whole = _unpacked(bits, start, piece), piece.numel() // block
+        for rows, a, b in ((whole, 0, whole * block), (1, whole * block, piece.numel())):
+            if b > a:
+                _choose(above[a:b].view(rows, -1), low[:rows], high[:rows], piece[a:b].view(rows, -1))
+                low, high = low[rows:], high[rows:]
+
+
+def column_unsign(bits: Tensor, columns: int, means: Tensor, out: Tensor) -> None:
+    """Each number becomes one of the means of its column."""
+    low, high = means.view(2, columns)
+    for start, piece in _stretches(out, _whole(8 * columns)):
+        _choose(_unpacked(bits, start, piece).view(-1, columns), low, high, piece.view(-1, columns))
+
+
+def _unpacked(bits: Tensor, start: int, like: Tensor) -> Tensor:
+    """0 or 1 for each number, as whole numbers as large as theirs."""
+    some = np.unpackbits(bits[start // 8 :].numpy(), count=like.numel(), bitorder="little")
+    return torch.from_numpy(some).to(WHOLE[like.dtype])
+
+
+def _choose(above: Tensor, low: Tensor, high: Tensor, out: Tensor) -> None:
+    """high if above else low: as whole numbers, for `where` takes ten times as long. May overwrite `above`."""
+    kind = WHOLE[out.dtype]
+    low = low.contiguous().view(kind)
+    above.mul_(low ^ high.contiguous().view(kind))
+    torch.bitwise_xor(above, low, out=out.view(kind))
+
+
+# -- stochastic rounding -------------------------------------------------------------------------------
+
+
+def moments(x: Tensor) -> tuple[Tensor, float]:
+    """Of each chunk the sum and the sum of squares; and the largest |x|."""
+    sums = []
+    for _, piece in _stretches(x, STRETCH):
+        rows = _rows(piece, CHUNK)
+        sums.append(torch.stack([folded(rows), folded(rows.square())], dim=1))
+    return torch.cat(sums), float(x.abs().max())
+
+
+def norms(x: Tensor, bucket: int, kind: str) -> Tensor:
+    """The largest |x| of each bucket, or the root of the sum of squares if that is neither too small nor too large."""
+    found = []
+    for _, piece in _stretches(x, _whole(bucket)):
+        rows = _rows(piece, bucket)
+        found.append(rows.abs().amax(1))
+        if kind == "l2":
+            total = folded(rows.square())
+            root = torch.from_numpy(np.sqrt(total.numpy()))
+            found[-1] = torch.where((total >= 2.0**-60) & (total <= 2.0**100), root, found[-1])
+    return torch.cat(found)
+
+
+def quantise(x: Tensor, bucket: int, norm: Tensor, limit: float, levels: int, bits: int, pair: Seeds) -> Tensor:
+    """The level of each number in its bucket, |x| counting as `limit` if it is more; level 0 has the code `levels`."""
+    n, packed = np.where(norm.numpy() < TINY, norm.numpy().dtype.type(0), norm.numpy()), []
+    s = n.dtype.type(levels)
+    over = np.nextafter(np.divide(s, n, out=np.zeros_like(n), where=n > 0), n.dtype.type(np.inf)) * (n > 0)
+    for start, piece in _stretches(x, STRETCH):
+        v, many = piece.numpy(), (bucket, start, piece.numel())
+        a = np.minimum(np.abs(v), n.dtype.type(limit)) * _repeated((n > 0).astype(n.dtype), *many)
+        level = np.floor(np.minimum(a * _repeated(over, *many), s))
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = a * s - level * _repeated(n, *many)
+        level += uniform(pair, start, len(v)) * _repeated(n * n.dtype.type(2.0**-24), *many) < left
+        codes = np.where(v < 0, s - level, s + level).astype(np.uint8)
+        packed.append(_pack(codes, bits, levels))
+    return torch.from_numpy(np.concatenate(packed))
+
+
+def dequantise(codes: Tensor, bucket: int, norm: Tensor, levels: int, bits: int, out: Tensor) -> bool:
+    """What the codes stand for; False, and nothing is written, if some stand for nothing."""
+    each = 8 // bits
+    table = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (2**bits - 1)
+    if (table > 2 * levels).any(1)[codes.numpy()].any():
+        return False
+    values, steps = (table - levels).astype(out.numpy().dtype), (norm / levels).numpy()
+    for start, piece in _stretches(out, STRETCH):
+        some = codes[start // each : (start + STRETCH) // each].numpy()
+        level = values[some].reshape(-1)[: piece.numel()]
+        np.multiply(level, _repeated(steps, bucket, start, piece.numel()), out=piece.numpy())
+    return True
+
+
+# -- parts of the above --------------------------------------------------------------------------------
+
+
+def folded(rows: Tensor) -> Tensor:
+    """The sums of rows, in the order of the kernels."""
+    return _fold(_lanes(rows))
+
+
+def _lanes(rows: Tensor) -> Tensor:
+    """The sums of each 64th number."""
+    return _run(_rows(rows, LANES))
+
+
+def _run(rows: Tensor) -> Tensor:
+    """The sum over the last dimension but one, one after the other, as numpy does unless it is the last; never -0."""
+    if rows.shape[-2] > 8:
+        with np.errstate(over="ignore"):
+            return torch.from_numpy(np.add.reduce(rows.numpy(), axis=-2)) + 0.0
+    total = rows[..., 0, :] + 0.0
+    for i in range(1, rows.shape[-2]):
+        total += rows[..., i, :]
+    return total
+
+
+def _fold(lanes: Tensor) -> Tensor:
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes.squeeze(-1)
+
+
+def _rows(x: Tensor, length: int) -> Tensor:
+    """The last dimension as rows of that length, with zeros where the last one has no numbers."""
+    missing = -x.shape[-1] % length
+    return (pad(x, (0, missing)) if missing else x).reshape(*x.shape[:-1], -1, length)
+
+
+def _mean(total: Tensor, count: Tensor) -> Tensor:
+    return torch.where(count > 0, total / count.clamp(min=1).to(total.dtype), 0)
+
+
+def _whole(length: int) -> int:
+    """As many numbers as fit into the cache, if they come in so many at a time."""
+    return max(1, STRETCH // length) * length
+
+
+def _stretches(x: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
+    for start in range(0, x.numel(), length):
+        yield start, x[start : start + length]
+
+
+def _repeated(values: NDArray[Any], bucket: int, start: int, count: int) -> NDArray[Any]:
+    """The value of its bucket for each of some numbers."""
+    first, last = start // bucket, (start + count - 1) // bucket + 1
+    edges = (np.arange(first, last + 1) * bucket).clip(start, start + count)
+    return np.repeat(values[first:last], np.diff(edges))
+
+
+def _pack(codes: NDArray[np.uint8], bits: int, fill: int) -> NDArray[Any]:
+    each = 8 // bits
+    padded = np.pad(codes, (0, -len(codes) % each), constant_values=fill).reshape(-1, each)
+    packed: NDArray[Any] = np.bitwise_or.reduce(padded << np.arange(0, 8, bits, dtype=np.uint8), axis=1)
+    return packed
