@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from round_trip import through
 
 from manyhands.codecs import (
     ByLayer,
@@ -24,12 +25,6 @@ from manyhands.core.errors import Refused
 from manyhands.core.protocols import Varies
 
 INF, NAN = math.inf, math.nan
-
-
-def through(codec, x, memory=None):
-    out = torch.full_like(x, NAN)
-    codec.decode(codec.encode(x, memory), out)
-    return out
 
 
 def test_raw_lends_the_vector_itself():

@@ -2,25 +2,15 @@
 
 import pytest
 import torch
+from round_trip import through
 
-from manyhands.codecs import Feedback, OneBit, native
+from manyhands.codecs import Feedback, OneBit
 from manyhands.core.errors import BadPayload
 
 G = [[1, -2], [3, 0], [-4, 5], [0, -1]]
 
 
-@pytest.fixture(params=["c", "torch"], autouse=True)
-def with_or_without_kernels(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(native, "compiled", lambda *_: None)
-    elif not native.loaded():
-        pytest.skip("the kernels are not compiled here")
-
-
-def through(codec, x, memory=None):
-    out = torch.full_like(x, torch.nan)
-    codec.decode(codec.encode(x, memory), out)
-    return out
+pytestmark = pytest.mark.usefixtures("with_or_without_kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

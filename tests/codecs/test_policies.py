@@ -2,19 +2,13 @@
 
 import pytest
 import torch
+from round_trip import through
 
 from manyhands.codecs import ByLayer, Dgc, Feedback, Half, OneBit, SampledTopK, Strom, TopK, WarmUp
 from manyhands.core.errors import BadPayload
 from manyhands.core.flat import Place, Span
 from manyhands.core.protocols import Warms
 from manyhands.core.sending import over
-
-
-def through(codec, x, memory=None):
-    out = torch.full_like(x, torch.nan)
-    codec.decode(codec.encode(x, memory), out)
-    return out
-
 
 # -- by layer ------------------------------------------------------------------------------------------
 

@@ -5,26 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from round_trip import through
 
-from manyhands.codecs import Elias, Qsgd, elias, native
+from manyhands.codecs import Elias, Qsgd, elias
 from manyhands.codecs.streams import to_bytes, windows
 from manyhands.core.errors import BadPayload
 
 V = [3.0, -4.0, 0.0, 0.0]
 
 
-@pytest.fixture(params=["c", "torch"], autouse=True)
-def with_or_without_kernels(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(native, "compiled", lambda *_: None)
-    elif not native.loaded():
-        pytest.skip("the kernels are not compiled here")
-
-
-def through(codec, x):
-    out = torch.full_like(x, torch.nan)
-    codec.decode(codec.encode(x, None), out)
-    return out
+pytestmark = pytest.mark.usefixtures("with_or_without_kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -4,25 +4,15 @@ import math
 
 import pytest
 import torch
+from round_trip import through
 
-from manyhands.codecs import Qsgd, TernGrad, native
+from manyhands.codecs import Qsgd, TernGrad
 from manyhands.core.errors import BadPayload
 
 G = [0.1, -0.4, 0.2, 0.0, 0.3]
 
 
-@pytest.fixture(params=["c", "torch"], autouse=True)
-def with_or_without_kernels(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(native, "compiled", lambda *_: None)
-    elif not native.loaded():
-        pytest.skip("the kernels are not compiled here")
-
-
-def through(codec, x):
-    out = torch.full_like(x, torch.nan)
-    codec.decode(codec.encode(x, None), out)
-    return out
+pytestmark = pytest.mark.usefixtures("with_or_without_kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
