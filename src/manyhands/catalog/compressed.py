@@ -92,7 +92,7 @@ def onebit_sgd(
 
 
 def terngrad(
-    lr: float = 0.1,
+    lr: float = 0.3,
     clip: float = 2.5,
     dense: int = 0,
     by_host: bool = False,
