@@ -12,14 +12,6 @@ INF, NAN = math.inf, math.nan
 SEEDS = (3_000_000_007, 12_345)
 
 
-@pytest.fixture(params=["c", "torch"])
-def with_or_without_kernels(request, monkeypatch):
-    if request.param == "torch":
-        monkeypatch.setattr(native, "compiled", lambda *_: None)
-    elif not native.loaded():
-        pytest.skip("the kernels are not compiled here")
-
-
 @pytest.fixture
 def kernels():
     if not native.loaded():

@@ -50,8 +50,8 @@ def bsp(
         by_host: with a codec, whether those of one host first add up what they have, as it is, and then come as one.
     """
     if codec is None:
-        plain = exchange == "gather" and not by_host
-        refuse_unless(plain, "exchange", exchange, "gather, and by_host False, without a codec")
+        refuse_unless(exchange == "gather", "exchange", exchange, "gather without a codec: a collective sums")
+        refuse_unless(not by_host, "by_host", by_host, "False without a codec: a collective sums")
         return AllReduce(rule or Sgd(lr), collective)
     refuse_unless(collective == "auto", "collective", collective, "auto with a codec: it is about raw numbers")
     return Compressed(rule or Sgd(lr), Encoded(codec, exchange, by_host))

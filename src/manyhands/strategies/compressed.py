@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, Protocol, get_args
 
-from torch import nn
-
 from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Part, Span
 from manyhands.core.holding import replica
@@ -40,9 +38,6 @@ Way = Literal["gather", "stripes", "sparcml"]
 
 class Exchange(Protocol):
     """How gradients are summed: knobs only."""
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse what cannot work."""
 
     def begin(self, w: Worker) -> Sum:
         """The sum for this run, with its memory."""
@@ -72,9 +67,6 @@ class Encoded:
         if self.way == "sparcml":
             check_pairs(self.codec)
 
-    def check(self, model: nn.Module) -> None:
-        """Any model will do."""
-
     def begin(self, w: Worker) -> Sum:
         """Among all workers, or among the first of every host."""
         return Hierarchical(w, partial(self._among, w)) if self.by_host else self._among(w, w.workers)
@@ -103,9 +95,6 @@ class LowRank:
         refuse_unless(self.rank >= 1, "rank", self.rank, ">= 1")
         refuse_unless(self.least_rate >= 1, "least_rate", self.least_rate, ">= 1")
 
-    def check(self, model: nn.Module) -> None:
-        """Any model will do."""
-
     def begin(self, w: Worker) -> Sum:
         """Among all workers."""
         return LowRankSum(w, self.rank, self.least_rate)
@@ -129,10 +118,6 @@ class Compressed:
 
     def __post_init__(self) -> None:
         refuse_unless(self.dense >= 0, "dense", self.dense, ">= 0")
-
-    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """As the exchange does."""
-        self.exchange.check(model)
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the sum, with what codecs remember; a collective for what is not encoded."""
