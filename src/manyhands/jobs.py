@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ from manyhands.core.errors import PeerLost
 from manyhands.core.loop import Job, Line, Outcome, run_rank
 from manyhands.core.protocols import Strategy
 from manyhands.core.task import Task
-from manyhands.plan import Plan, machines, make_plan, with_checkpoints
+from manyhands.plan import Plan, machines, make_plan, with_checkpoints, with_evaluations
 from manyhands.processes import Done, Named, run_plan
+from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress
-from manyhands.report.record import Record
+from manyhands.report.record import FORMAT, Record
 from manyhands.result import Result, evaluate, final_loss, lag_of, sha256
 from manyhands.runtime.resuming import saver
 from manyhands.virtual.budget import Common, Prescribed
@@ -47,6 +48,7 @@ def train(
     checkpoint_every: int | None = None,
     resume: str | Path | None = None,
     spares: int = 0,
+    evaluate_every: int | None = None,
 ) -> Result:
     """Train a task with a method, by real processes of this machine or in a virtual cluster.
 
@@ -69,19 +71,24 @@ def train(
         checkpoint_every: steps between two checkpoints; there is one more at the end.
         resume: a checkpoint, a folder of them, or the `out` of the run to go on with.
         spares: real workers that come later: one when a worker is lost, or when this process gets SIGUSR1.
+        evaluate_every: steps between two looks at the test data on the way; everyone pauses meanwhile.
     """
     named = Named(task, None if data is None else Path(data)) if isinstance(task, str) else None
     task = named.load() if named is not None else task
     assert isinstance(task, Task)
     where = machines(strategy, cluster, workers, servers, link, bind, spares)
     plan = make_plan(task, strategy, where, seed, steps, epochs, batch_size, per_worker)
-    plan = with_checkpoints(plan, out, checkpoint_every, resume)
+    plan = with_evaluations(with_checkpoints(plan, out, checkpoint_every, resume), evaluate_every)
     for remark in plan.remarks:
         log.warning("%s", remark)
     began = time.perf_counter()
     with Record(None if out is None else Path(out), goes_on=resume is not None) as record:
         record.write(_header(plan))
-        result = _result(plan, _run(plan, named, record, progress), record, began)
+        try:
+            result = _result(plan, _run(plan, named, record, progress), record, began)
+        except BaseException as error:
+            record.write(_epitaph(error))
+            raise
         record.write(_footer(result))
     return result
 
@@ -100,7 +107,7 @@ def _run(plan: Plan, named: Named | None, record: Record, progress: Progress | N
     def observe(line: Line) -> None:
         record.write(line)
         if progress is not None:
-            progress.step({**line, "samples": line["samples"] * plan.replicas / plan.machines.workers})
+            progress.step({**line, "samples": line.get("samples", 0) * plan.replicas / plan.machines.workers})
 
     if progress is not None:
         progress.start(plan.samples, plan.task.name)
@@ -139,7 +146,7 @@ def _virtually(plan: Plan, observe: Callable[[Line], None]) -> Ran:
     job = Job(
         plan.task,
         plan.strategy,
-        segments(plan.start, plan.steps, plan.checkpoint_every, budget),
+        segments(plan.start, plan.steps, plan.checkpoint_every, budget, plan.evaluate_every),
         plan.batches,
         observe,
         plan.seed,
@@ -147,6 +154,7 @@ def _virtually(plan: Plan, observe: Callable[[Line], None]) -> Ran:
         plan.batch_size,
         save=None if plan.checkpoints is None else saver(plan.checkpoints, plan.terms),
         resume=plan.resume,
+        evaluate=None if plan.evaluate_every is None else plan.evaluate,
     )
     simulation = simulate(cluster, lambda transport: run_rank(job, transport), plan.seed)
     workers = cluster.size - cluster.servers
@@ -158,15 +166,24 @@ def _header(plan: Plan) -> dict[str, Any]:
     where = plan.machines
     hosts = where.placement()
     return {
+        "format": FORMAT,
         "task": plan.task.name,
+        "method": getattr(plan.strategy, "recipe", type(plan.strategy).__name__),
         "strategy": repr(plan.strategy),
         "world": where.world,
         "link": where.link if where.cluster is None else None,
+        "cluster": None if where.cluster is None else asdict(where.cluster),
+        "workers": where.workers,
+        "servers": where.servers,
+        "replicas": plan.replicas,
         "seed": plan.seed,
+        "start": plan.start,
         "steps": plan.steps,
         "batch_size": plan.batch_size,
+        "evaluate_every": plan.evaluate_every,
         "remarks": plan.remarks,
         "participants": [{"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(where.roles)],
+        "made": provenance(),
     }
 
 
@@ -220,3 +237,11 @@ def _footer(result: Result) -> dict[str, Any]:
         "lost",
     )
     return {"end": True, **{name: getattr(result, name) for name in names}}
+
+
+def _epitaph(error: BaseException) -> dict[str, Any]:
+    """The last line of a run that gave no result."""
+    kind = type(error).__name__
+    why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or kind
+    lost = [[error.rank, error.why]] if isinstance(error, PeerLost) else []
+    return {"end": True, "error": why, "kind": kind, "lost": lost}

@@ -18,10 +18,12 @@ from manyhands.core.protocols import (
     Serves,
     Strategy,
     Transport,
+    Weights,
     Welcomes,
 )
 from manyhands.core.saving import Snapshot
 from manyhands.core.task import Task
+from manyhands.result import evaluate
 from manyhands.runtime.resuming import CHECKPOINTS, Terms, folder_of, refuse_to_mix, resumed
 from manyhands.runtime.seat import LINKS
 from manyhands.splits.data import Share
@@ -82,6 +84,7 @@ class Plan:
     batch_size: int
     per_worker: bool
     checkpoint_every: int | None = None
+    evaluate_every: int | None = None
     checkpoints: Path | None = None
     resume: Snapshot | None = None
 
@@ -109,6 +112,10 @@ class Plan:
     def remarks(self) -> list[str]:
         """Where the method does not do quite what its knobs say."""
         return [*self.strategy.remarks(self.steps)] if isinstance(self.strategy, Remarks) else []
+
+    def evaluate(self, weights: Weights, buffers: Weights) -> float | None:
+        """The task's metric on its test data."""
+        return evaluate(self.task, weights, buffers, self.seed)
 
     @property
     def terms(self) -> Terms:
@@ -197,6 +204,19 @@ def make_plan(
         steps = max(1, math.floor(epochs * len(task.data) / (replicas * batch_size)))
     refuse_unless(steps >= 1, "steps", steps, ">= 1")
     return Plan(task, strategy, where, seed, steps, batch_size, per_worker)
+
+
+def with_evaluations(plan: Plan, every: int | None) -> Plan:
+    """The plan with what it is to look at on the way, checked."""
+    if every is None:
+        return plan
+    refuse_unless(every >= 1, "evaluate_every", every, ">= 1")
+    has_metric = plan.task.metric is not None and plan.task.test is not None and not plan.task.sizes_only
+    refuse_unless(has_metric, "evaluate_every", every, f"None: {plan.task.name} has nothing to be tested on")
+    refuse_unless(
+        not plan.machines.prescribed, "evaluate_every", every, "None: the cluster prescribes the order of events"
+    )
+    return replace(plan, evaluate_every=every)
 
 
 def with_checkpoints(plan: Plan, out: str | Path | None, every: int | None, resume: str | Path | None) -> Plan:

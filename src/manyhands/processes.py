@@ -89,6 +89,7 @@ class Part:
             save=None if plan.checkpoints is None else saver(plan.checkpoints, plan.terms),
             saves_segments=plan.checkpoint_every is not None,
             resume=plan.resume,
+            evaluate=None if plan.evaluate_every is None else plan.evaluate,
         )
         if transport.rank not in transport.late:
             refuse_unlike(transport, job.model())
@@ -109,7 +110,7 @@ def _segments(plan: Plan, transport: RealTransport) -> list[Segment]:
 
     if transport.role == "server":
         return []
-    return segments(plan.start, plan.steps, plan.checkpoint_every, budget)
+    return segments(plan.start, plan.steps, plan.checkpoint_every, budget, plan.evaluate_every)
 
 
 class Lines:
@@ -122,9 +123,10 @@ class Lines:
         self.step = self.number = 0
 
     def add(self, line: Line) -> None:
-        """One more step."""
-        self.step = line["step"]
-        self.number += 1
+        """One more step, or something else that happened."""
+        if "step" in line:
+            self.step = line["step"]
+            self.number += 1
         self._rows.append(line)
         if time.monotonic() - self._sent > EVERY:
             self.send()

@@ -1,4 +1,11 @@
-"""The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has."""
+"""The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has.
+
+What a recipe makes remembers its name and the knobs that were given, so that records and tables can say them.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 from manyhands.catalog import (
     asynchronous,
@@ -35,3 +42,19 @@ __all__ = [
     *stale.__all__,
     *synchronous.__all__,
 ]
+
+
+def _signed(recipe: Callable[..., Any]) -> Callable[..., Any]:
+    """A recipe whose strategies say where they come from, as one would write it on the command line."""
+
+    @wraps(recipe)
+    def make(*given: Any, **named: Any) -> Any:
+        strategy = recipe(*given, **named)
+        knobs = [*map(str, given), *(f"{name}={value}" for name, value in named.items())]
+        strategy.recipe = ":".join(filter(None, [recipe.__name__.replace("_", "-"), ",".join(knobs)]))
+        return strategy
+
+    return make
+
+
+globals().update({name: _signed(globals()[name]) for name in __all__})

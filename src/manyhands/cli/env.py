@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
-from manyhands import __version__
 from manyhands.cli.output import print_json, print_table
 from manyhands.cli.usage import parse
+from manyhands.report.machine import hardware, versions
 from manyhands.runtime.memfd import free_bytes
 
 ABOUT = """Versions and machine: what to paste into a bug report.
@@ -20,8 +18,6 @@ ABOUT = """Versions and machine: what to paste into a bug report.
 examples:
   manyhands env
   manyhands env --json"""
-
-PACKAGES = ("torch", "numpy", "greenlet", "msgpack", "safetensors", "rich", "tyro")
 
 
 @dataclass
@@ -52,33 +48,14 @@ def run(argv: Sequence[str]) -> int:
 def machine() -> dict[str, Any]:
     """Everything about this installation and machine that changes results or speed."""
     return {
-        "manyhands": __version__,
-        **{name: version(name) for name in PACKAGES},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory(),
+        **versions(),
+        **hardware(),
         "free_memory_bytes": _free_memory(),
         "shared_memory": _shared_memory(),
         "loopback": _loopback(),
         "torch_distributed": _backends(),
         "c_kernels": _kernels(),
     }
-
-
-def version(name: str) -> str | None:
-    """The version of an installed package."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _free_memory() -> int | None:

@@ -117,7 +117,7 @@ def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
     from manyhands.cli.parts import Part
     from manyhands.report.progress import choose
 
-    recipe = getattr(importlib.import_module(f"manyhands.catalog.{method.family}"), method.function)
+    recipe = getattr(importlib.import_module("manyhands.catalog"), method.function)
     strategy = recipe(**{name: knob.build() if isinstance(knob, Part) else knob for name, knob in knobs.items()})
     progress = choose(f"{method.name} on {options.task}")
     names = ("data", "seed", "steps", "epochs", "batch_size", "checkpoint_every", "resume")

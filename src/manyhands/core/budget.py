@@ -81,9 +81,22 @@ class Segment(NamedTuple):
 
     stop: int
     budget: Budget
+    saves: bool = True
+    """Whether a checkpoint is due then."""
+    evaluates: bool = False
+    """Whether the weights are to be evaluated then."""
 
 
-def segments(start: int, steps: int, every: int | None, budget: Callable[[int], Budget]) -> list[Segment]:
-    """From `start` to `steps`, cut at the multiples of `every`; `budget` makes one for a number of steps."""
-    cuts = [] if every is None else [cut for cut in range(0, steps, every) if cut > start]
-    return [Segment(stop, budget(stop - begin)) for begin, stop in pairwise([start, *cuts, steps])]
+def segments(
+    start: int, steps: int, every: int | None, budget: Callable[[int], Budget], evaluate_every: int | None = None
+) -> list[Segment]:
+    """From `start` to `steps`, cut at the multiples of both; `budget` makes one for a number of steps.
+
+    What is due at the end is a checkpoint: the weights that a run ends with are evaluated by whoever asked for it.
+    """
+    due, looks = ({*range(0, steps, often)} if often else set() for often in (every, evaluate_every))
+    stops = [*sorted(cut for cut in due | looks if cut > start), steps]
+    return [
+        Segment(stop, budget(stop - begin), stop in due or stop == steps, stop in looks)
+        for begin, stop in pairwise([start, *stops])
+    ]

@@ -5,7 +5,8 @@ set up -> (take a mini-batch, step, record) until the budget is used up -> finis
 A worker that comes later enters the budget that is under way, goes on from where the others are, and does the same.
 
 A run with checkpoints is a row of such budgets: after each everyone rests, the lead saves, and all go on. Whatever was
-in flight has then landed, so going on is the same as being resumed.
+in flight has then landed, so going on is the same as being resumed. Weights are evaluated in the same way; the record
+says how long everyone paused, and what was sent meanwhile, so that reports can leave it out.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from manyhands.core.budget import Budget, Open, Segment
 from manyhands.core.choosing import rule_of
 from manyhands.core.errors import Refused
+from manyhands.core.footprint import footprint
 from manyhands.core.gather import Gathered, gather, need_all
 from manyhands.core.meeting import meet
 from manyhands.core.protocols import (
@@ -29,6 +31,7 @@ from manyhands.core.protocols import (
     Finishes,
     Notes,
     Rests,
+    Saved,
     Saves,
     Serves,
     Strategy,
@@ -64,6 +67,8 @@ class Job:
     """Called on the lead when the run is stopped, and after every segment if there are several to be saved."""
     saves_segments: bool = True
     resume: Snapshot | None = None
+    evaluate: Callable[[Weights, Weights], float | None] | None = None
+    """Called on the lead with weights and buffers, after segments that end with an evaluation."""
 
     def model(self) -> nn.Module:
         """This rank's own model; a model of sizes only can be one for all."""
@@ -108,6 +113,7 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     if isinstance(strategy, Finishes):
         strategy.finish(w)
     seconds = transport.now()
+    job.observe({"held": w.rank, "bytes": footprint(w, strategy)})
     weights = strategy.answer(w)
     return _leave(transport, Outcome(seconds, weights, average_buffers(w)))
 
@@ -115,7 +121,7 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
 def _enter(job: Job, w: Worker) -> Sequence[Segment]:
     """The segments that are left for a worker that comes later; none if it is too late. Others came before it."""
     begun = 0 if job.resume is None else job.resume.step
-    for place, (stop, budget) in enumerate(job.segments):
+    for place, (stop, budget, *_) in enumerate(job.segments):
         assert isinstance(budget, Open), "who moves in lock step does not come later"
         taken = budget.enter(w.transport)
         w.crew = [*w.crew, *budget.arrivals]
@@ -140,14 +146,14 @@ def _train(job: Job, w: Worker, strategy: Strategy, segments: Sequence[Segment])
     for segment in segments:
         w.gatherings = _first_gathering(segment.stop)
         while segment.budget.grant(w.transport):
-            loss = strategy.step(w, next(batches))
+            batch = next(batches)
+            w.spent.begin()
+            loss = strategy.step(w, batch)
             w.step += 1
-            job.observe(_line(w, loss) | dict(notes()))
+            job.observe(_line(w, loss) | w.spent.facts() | dict(notes()))
         w.crew = [*w.crew, *(rank for rank in segment.budget.arrivals if rank not in w.crew)]
-        stopped = segment.budget.stopped
-        if job.save is not None and (job.saves_segments or stopped):
-            _save(job.save, None if stopped else segment.stop, w, strategy)
-        if stopped:
+        _pause(job, w, strategy, segment)
+        if segment.budget.stopped:
             return
 
 
@@ -175,28 +181,47 @@ def _line(w: Worker, loss: float | None) -> Line:
     }
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------
+# -- checkpoints and evaluations -----------------------------------------------------------------------
 
 
-def _save(save: Callable[[Snapshot], None], step: int | None, w: Worker, strategy: Strategy) -> None:
-    """Everyone rests, the lead saves, everyone goes on. Without a `step` it is as far as the workers have come."""
+def _pause(job: Job, w: Worker, strategy: Strategy, segment: Segment) -> None:
+    """Everyone rests, the lead saves or evaluates, everyone goes on."""
+    stopped = segment.budget.stopped
+    saves = job.save is not None and (stopped or (job.saves_segments and segment.saves))
+    evaluates = job.evaluate is not None and segment.evaluates and not stopped
+    if not saves and not evaluates:
+        return
+    began, sent = w.transport.now(), w.transport.bytes_sent
     if isinstance(strategy, Rests):
         strategy.rest(w)
-    state = strategy.state(w) if isinstance(strategy, Saves) else None
+    state = strategy.state(w) if saves and isinstance(strategy, Saves) else None
     weights = strategy.answer(w)
     gathered = _gather_buffers(w)
-    if state is not None and weights is not None and gathered is not None:
-        positions = {rank: meta[0] for rank, (meta, _) in gathered.items()}
-        for rank, ((_, _, *names), tensors) in gathered.items():
-            state |= under(f"worker{rank}/buffer", dict(zip(names, tensors, strict=True)))
-        if step is None:
-            taken = [meta[1] for meta, _ in gathered.values()]
-            step = max(taken) if strategy.lockstep else sum(taken) // len(w.workers)
-        save(Snapshot(step, weights, _merged(gathered), state, positions))
+    if weights is not None and gathered is not None:
+        if job.save is not None and state is not None:
+            job.save(_snapshot(None if stopped else segment.stop, w, strategy, weights, state, gathered))
+        if job.evaluate is not None and evaluates:
+            found = job.evaluate(weights, _merged(gathered))
+            job.observe({"evaluated": segment.stop, "time": w.transport.now(), "accuracy": found})
     meet(w)
-    _draw_anew(w)
+    if saves:
+        _draw_anew(w)
     if isinstance(strategy, Rests):
         strategy.go_on(w)
+    job.observe({"paused": w.rank, "from": began, "to": w.transport.now(), "bytes": w.transport.bytes_sent - sent})
+
+
+def _snapshot(
+    step: int | None, w: Worker, strategy: Strategy, weights: Weights, state: Saved, gathered: Gathered
+) -> Snapshot:
+    """All there is to save. Without a `step` it is as far as the workers have come."""
+    positions = {rank: meta[0] for rank, (meta, _) in gathered.items()}
+    for rank, ((_, _, *names), tensors) in gathered.items():
+        state |= under(f"worker{rank}/buffer", dict(zip(names, tensors, strict=True)))
+    if step is None:
+        taken = [meta[1] for meta, _ in gathered.values()]
+        step = max(taken) if strategy.lockstep else sum(taken) // len(w.workers)
+    return Snapshot(step, weights, _merged(gathered), state, positions)
 
 
 @torch.no_grad()

@@ -155,6 +155,9 @@ class Transport(Protocol):
     def waited(self) -> float:
         """Seconds the main program of this rank has waited for others."""
 
+    def sending(self) -> float:
+        """Seconds the main program of this rank has spent in `send`; waiting for credit is part of them."""
+
     def peers(self, role: str | None = None) -> Sequence[int]:
         """The other ranks that are neither lost nor gone, in order."""
 

@@ -108,6 +108,10 @@ class Sender:
 
     def encode(self, vector: Tensor, span: Span) -> tuple[Tensor, ...]:
         """What travels for a stretch of a vector like a whole part; of a model of sizes only that many bytes."""
+        with self._w.spent.encoding():
+            return self._encode(vector, span)
+
+    def _encode(self, vector: Tensor, span: Span) -> tuple[Tensor, ...]:
         w, (part, start, stop) = self._w, span
         x, codec = vector[start:stop], self._codec(span)
         nbytes = codec.nbytes(x)

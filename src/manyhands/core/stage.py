@@ -35,11 +35,12 @@ class Stage:
         """Run micro-batch `m`; the output (or the loss) stays known until `backward(m)`."""
         x = x.detach().requires_grad_() if x.is_floating_point() else x
         self._w.seed_torch(self._w.rank, self._w.step, m)
-        with torch.enable_grad():
-            out = self._run(x, weights)
-            out = out if loss is None else loss(out)
-        self._saved[m] = x, out, weights
-        self._w.transport.spend(self._w.seconds(len(x), self._size) * FORWARD_SHARE)
+        with self._w.spent.computing():
+            with torch.enable_grad():
+                out = self._run(x, weights)
+                out = out if loss is None else loss(out)
+            self._saved[m] = x, out, weights
+            self._w.transport.spend(self._w.seconds(len(x), self._size) * FORWARD_SHARE)
         return out.detach()
 
     def _run(self, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -55,9 +56,10 @@ class Stage:
         inputs = [*weights, x] if x.requires_grad else weights
         if not inputs:  # frozen, and nothing below it learns either
             return None
-        grads = torch.autograd.grad(out, inputs, error, allow_unused=True)
-        for place, g in zip(self._w.flat.places, grads, strict=False):
-            if g is not None:
-                self._w.flat.put(place, g)
-        self._w.transport.spend(self._w.seconds(len(x), self._size) * (1 - FORWARD_SHARE))
+        with self._w.spent.computing():
+            grads = torch.autograd.grad(out, inputs, error, allow_unused=True)
+            for place, g in zip(self._w.flat.places, grads, strict=False):
+                if g is not None:
+                    self._w.flat.put(place, g)
+            self._w.transport.spend(self._w.seconds(len(x), self._size) * (1 - FORWARD_SHARE))
         return grads[-1] if x.requires_grad else None

@@ -21,6 +21,7 @@ from manyhands.core.errors import Diverged, Refused, refuse_unless, unknown
 from manyhands.core.firing import Firing
 from manyhands.core.flat import Flat, Span
 from manyhands.core.protocols import Batch, Descends, Descent, Rule, Transport
+from manyhands.core.spent import Spent
 from manyhands.core.task import Task
 
 REFERENCE_FLOPS = 50e9
@@ -81,6 +82,7 @@ class Worker:
         self.step = self.came_at = 0
         self.lag = 0
         self.gatherings = 0
+        self.spent = Spent(transport)
         self.random = random.Random(f"{seed}/{self.rank}")
 
     @cached_property
@@ -122,18 +124,21 @@ class Worker:
         """
         self.seed_torch(*(origin or (self.rank, self.step)))
         live = fired if not self.transport.plays else None
-        loss = math.nan if self.task.sizes_only else self._run(batch, live)
-        if not self.transport.plays:
-            return loss
-        seconds = self.seconds(len(batch[0]) if batch else self.batch_size)
+        with self.spent.computing():
+            loss = math.nan if self.task.sizes_only else self._run(batch, live)
+            if self.transport.plays:
+                self._play(self.seconds(len(batch[0]) if batch else self.batch_size), fired)
+        return loss
+
+    def _play(self, seconds: float, fired: Callable[[Span], None] | None) -> None:
+        """Let the time of both passes go by."""
         if fired is None:
             self.transport.spend(seconds)
-            return loss
+            return
         self.transport.spend(seconds * FORWARD_SHARE)
         for bucket in self.flat.buckets():
             self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / self.flat.numel)
             fired(bucket)
-        return loss
 
     @cached_property
     def descends(self) -> Descends | None:
@@ -146,10 +151,11 @@ class Worker:
         """The loss of a mini-batch and the step that follows from it, by a model that descends."""
         assert self.descends is not None
         self.seed_torch(self.rank, self.step)
-        step = self.descends.descend(*batch)
-        loss = self.checked(step.loss)
-        if self.transport.plays:
-            self.transport.spend(self.seconds(len(batch[0])))
+        with self.spent.computing():
+            step = self.descends.descend(*batch)
+            loss = self.checked(step.loss)
+            if self.transport.plays:
+                self.transport.spend(self.seconds(len(batch[0])))
         return loss, step
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:

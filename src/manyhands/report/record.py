@@ -1,20 +1,31 @@
 """The record of a run: one JSON object per line. Reports, tables and plots read only these.
 
-First line  what ran where: method, task, world, and role, rank, host (and process, when real) of everyone
-then        one line per step and rank: step, rank, time, loss, samples, bytes, lag, waited; what a method decided in it
-last line   how it ended
+First line  what ran where: method, task, world, role, rank and host of everyone, and all it takes to repeat it
+then        one line per step and rank: step, rank, time, loss, samples, bytes, lag, and where the time went
+            one line per evaluation on the way, and per rank and pause
+last line   how it ended, also if it failed
+
+Every field is described in docs/records.md. Lines are complete or, after a crash, the last one is cut short.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 Line = dict[str, Any]
+
+NAME = "record.jsonl"
+"""Of a record, in the folder of its run."""
+FORMAT = 1
+"""Grows when a field changes its meaning."""
+FLUSH = 1.0
+"""Seconds until a line is certainly on disk."""
 
 
 class Record:
@@ -23,10 +34,11 @@ class Record:
     def __init__(self, folder: Path | None = None, *, goes_on: bool = False) -> None:
         self.lines: list[Line] = []
         self.path: Path | None = None
+        self._flushed = 0.0
         self._file: IO[str] | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self.path = folder / "record.jsonl"
+            self.path = folder / NAME
             self._file = self.path.open("a" if goes_on else "w", encoding="utf-8")
 
     def write(self, line: Line) -> None:
@@ -34,6 +46,9 @@ class Record:
         self.lines.append(plain(line))
         if self._file is not None:
             self._file.write(json.dumps(self.lines[-1]) + "\n")
+            if time.monotonic() - self._flushed > FLUSH:
+                self._file.flush()
+                self._flushed = time.monotonic()
 
     def __enter__(self) -> Record:
         return self

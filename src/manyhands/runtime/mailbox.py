@@ -55,13 +55,13 @@ class RealMessage:
 
 
 class Doing:
-    """What the mailbox knows of one activity: how many losses it was told of, how long it has waited."""
+    """What is known of one activity: how many losses it was told of, how long it has waited, and how long sent."""
 
-    __slots__ = ("told", "waited")
+    __slots__ = ("sending", "told", "waited")
 
     def __init__(self) -> None:
         self.told = 0
-        self.waited = 0.0
+        self.waited = self.sending = 0.0
 
 
 class Waiter:

@@ -139,6 +139,26 @@ class HostLock:
         self._threads.release()
 
 
+class HostLocks:
+    """A host's mutexes by name, made when they are first asked for."""
+
+    def __init__(self, ask: Ask, waited: Callable[[float], None]) -> None:
+        self._ask, self._waited = ask, waited
+        self._file: int | None = None
+        self._known: dict[str, HostLock] = {}
+        self._busy = threading.Lock()
+
+    def named(self, name: str) -> HostLock:
+        """The same one for all threads."""
+        found = self._known.get(name)
+        if found is None:
+            with self._busy:
+                if self._file is None:
+                    self._file = self._ask("locks", 64)
+                found = self._known.setdefault(name, HostLock(self._file, name, self._waited))
+        return found
+
+
 class Buffers:
     """Stretches of bytes that are used again and again: by kind, at most as many as are out at one time.
 

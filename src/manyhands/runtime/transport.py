@@ -21,7 +21,7 @@ from manyhands.runtime.lanes import Debts, Lanes, Loan
 from manyhands.runtime.links import Link, Reader, Writer
 from manyhands.runtime.mailbox import Doing, Mailbox, RealMessage
 from manyhands.runtime.member import Member
-from manyhands.runtime.memory import HostLock, Memory
+from manyhands.runtime.memory import HostLocks, Memory
 from manyhands.runtime.native import Native
 from manyhands.runtime.seat import Seat
 from manyhands.runtime.wire import Acks, Head
@@ -53,9 +53,7 @@ class RealTransport:
         self._lanes = Lanes(seat.rank, self._mailbox.check)
         self._debts = Debts(at_once=seat.checks_lending)
         self._freight = Freight(seat, self.memory)
-        self._locks: dict[str, HostLock] = {}
-        self._lock_file: int | None = None
-        self._lock_table = threading.Lock()
+        self._locks = HostLocks(self.member.memory, self.note_wait)
         self._here = threading.local()
         self._main = self._here.doing = Doing()
         self._working: list[threading.Thread] = []
@@ -95,6 +93,11 @@ class RealTransport:
     # -- messages ---------------------------------------------------------------------------------
 
     def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False) -> None:
+        began = time.monotonic()
+        self._send(to, tag, meta, tensors, latest)
+        self._doing().sending += time.monotonic() - began
+
+    def _send(self, to: int, tag: Tag, meta: Meta, tensors: Sequence[Tensor], latest: bool) -> None:
         serial = self._lanes.open(to, tag, latest=latest)
         if serial is None:
             return
@@ -235,13 +238,7 @@ class RealTransport:
         return self.memory.shared(name, numel, dtype)
 
     def lock(self, name: str) -> AbstractContextManager[None]:
-        found = self._locks.get(name)
-        if found is None:
-            with self._lock_table:
-                if self._lock_file is None:
-                    self._lock_file = self.member.memory("locks", 64)
-                found = self._locks.setdefault(name, HostLock(self._lock_file, name, self.note_wait))
-        return found
+        return self._locks.named(name)
 
     def note_wait(self, seconds: float) -> None:
         """The current activity has waited for others where no message was awaited."""
@@ -306,6 +303,9 @@ class RealTransport:
 
     def waited(self) -> float:
         return self._main.waited
+
+    def sending(self) -> float:
+        return self._main.sending
 
     def peers(self, role: str | None = None) -> Sequence[int]:
         gone = self._mailbox.gone

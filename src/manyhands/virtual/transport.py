@@ -70,6 +70,7 @@ class VirtualTransport:
         self._in_flight = 0
         self._flushing: list[Activity] = []
         self._debt = 0.0
+        self._sending = 0.0
         self._cpu_per_byte = world.cluster.cpu_per_byte
         jitter = world.cluster.jitter
         self._noise = random.Random(f"{world.seed}/{rank}/jitter") if jitter else None
@@ -88,8 +89,7 @@ class VirtualTransport:
         gone = self._world.gone
         while lane.out >= tag.credit and to not in gone:
             self._kernel.may_wait("credit to send", tag, "to rank", to)
-            lane.blocked.append(self._kernel.current)
-            self._wait_on(to, "credit to send", tag, "to rank", to)
+            self._await_credit(to, tag, lane)
         if to in gone:
             return
         lane.out += 1
@@ -102,6 +102,18 @@ class VirtualTransport:
         if self._cpu_per_byte:
             self._charge(to, message.nbytes)
         self._world.network.carry(self.rank, to, message.nbytes, (self, to, message))
+
+    def _await_credit(self, to: int, tag: Tag, lane: Lane) -> None:
+        """It counts as sending, not as waiting for others."""
+        me, began = self._kernel.current, self._kernel.now
+        waited = me.waited
+        lane.blocked.append(me)
+        try:
+            self._wait_on(to, "credit to send", tag, "to rank", to)
+        finally:
+            me.waited = waited
+            if me is self.activities[0]:
+                self._sending += self._kernel.now - began
 
     def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> VirtualMessage | None:
         if inside_backward():
@@ -257,7 +269,10 @@ class VirtualTransport:
             if inside_backward():
                 self._debt += cost
             else:
+                began = self._kernel.now
                 self.spend(cost, moving=True)
+                if self._kernel.current is self.activities[0]:
+                    self._sending += self._kernel.now - began
 
     def flush(self) -> None:
         if self._in_flight:
@@ -278,6 +293,10 @@ class VirtualTransport:
     def waited(self) -> float:
         """Seconds that the main program has waited for others."""
         return self.activities[0].waited
+
+    def sending(self) -> float:
+        """Seconds that the main program has spent in `send`, and on the bytes it has received."""
+        return self._sending
 
     def peers(self, role: str | None = None) -> Sequence[int]:
         return self._world.alive(role, but=self.rank)

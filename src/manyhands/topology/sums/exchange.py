@@ -90,12 +90,13 @@ def fresh(payload: Payload, vector: Tensor) -> tuple[Tensor, ...]:
 def add_decoded(w: Worker, codec: Codec, payloads: Iterable[tuple[int, Payload]], out: Tensor, spare: Outbox) -> None:
     """Write the sum of what payloads stand for, in their order; `spare` is memory for one of them."""
     one = spare.like(out)
-    for number, (_, payload) in enumerate(payloads):
-        w.move(out.nbytes)
-        if out.is_meta:
-            continue
-        if number == 0:
-            codec.decode(payload, out)
-        else:
-            codec.decode(payload, one)
-            out.add_(one)
+    with w.spent.encoding():
+        for number, (_, payload) in enumerate(payloads):
+            w.move(out.nbytes)
+            if out.is_meta:
+                continue
+            if number == 0:
+                codec.decode(payload, out)
+            else:
+                codec.decode(payload, one)
+                out.add_(one)

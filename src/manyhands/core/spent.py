@@ -1,0 +1,67 @@
+"""Spent: where the seconds of a rank's step go, as far as the worker itself can tell.
+
+    | wait |== compute ==|= encode =|- send -| wait | rest |       rest: applying updates, bookkeeping
+    began  compute_began                                   time
+
+Waiting and sending are the transport's to count. What a rank waits or sends while it computes or encodes belongs there,
+so nothing is counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from manyhands.core.protocols import Transport
+
+DIGITS = 9
+"""Of a second, in the record."""
+
+
+class Spent:
+    """The seconds of the step under way."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        t = self._transport
+        self.began, self._waited, self._sending = t.now(), t.waited(), t.sending()
+        self.compute_began: float | None = None
+        self.compute = self.encode = 0.0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Forward and backward passes."""
+        if self.compute_began is None:
+            self.compute_began = self._transport.now()
+        before = self._at_work()
+        yield
+        self.compute += self._at_work() - before
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Making what travels of what was computed, or the other way round."""
+        before = self._at_work()
+        yield
+        self.encode += self._at_work() - before
+
+    def _at_work(self) -> float:
+        """The clock, without the time spent waiting and sending."""
+        t = self._transport
+        return t.now() - t.waited() - t.sending()
+
+    def facts(self) -> dict[str, float]:
+        """What the record says about the step that ends now."""
+        t = self._transport
+        seconds = {
+            "began": self.began,
+            "compute_began": self.began if self.compute_began is None else self.compute_began,
+            "compute": self.compute,
+            "encode": self.encode,
+            "wait": t.waited() - self._waited,
+            "send": t.sending() - self._sending,
+        }
+        return {name: round(value, DIGITS) for name, value in seconds.items()}

@@ -1,0 +1,239 @@
+"""Measures: what the lines of a run amount to. Curves, time to target, where time went, who was slow.
+
+Time here is training time: what everyone rested for an evaluation or a checkpoint is left out.
+
+    rank 0   ====step====|rest|.............|====step====
+    rank 1   =======step=======|rest|.......|===step===
+                               [   left out ]                from the last one to rest to the first one to go on
+
+Samples are those of the whole job. Bytes are those of all ranks: servers tell theirs only at the end, so what they sent
+is spread over the workers' bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manyhands.report.reading import Run
+from manyhands.report.record import Line
+
+WINDOW = 0.05
+"""Of the losses of a run: what a loss is averaged over, for one mini-batch says little."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached: `accuracy` at least, or `loss` at most, this value."""
+
+    what: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.value:g}"
+
+    def reached(self, values: Floats) -> NDArray[np.bool]:
+        """Which of these values will do."""
+        return values >= self.value if self.what == "accuracy" else values <= self.value
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A measure at some moments, each in training seconds, samples and bytes."""
+
+    seconds: Floats
+    samples: Floats
+    bytes: Floats
+    values: Floats
+
+    def first(self, target: Target) -> dict[str, float] | None:
+        """Where the target was reached first; None if it never was."""
+        found = np.flatnonzero(target.reached(self.values))
+        if not found.size:
+            return None
+        return {name: float(getattr(self, name)[found[0]]) for name in ("seconds", "samples", "bytes")}
+
+
+class Measures:
+    """What one run amounts to."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._ends = np.array([line["time"] for line in run.steps], float)
+
+    # -- the three axes ---------------------------------------------------------------------------
+
+    @cached_property
+    def rests(self) -> list[tuple[float, float]]:
+        """When nobody trained, because of an evaluation or a checkpoint."""
+        by_rank: dict[int, list[Line]] = {}
+        for line in self.run.pauses:
+            by_rank.setdefault(line["paused"], []).append(line)
+        most = max(map(len, by_rank.values()), default=0)
+        together = [list(column) for column in zip(*(r for r in by_rank.values() if len(r) == most), strict=True)]
+        spans = [(max(p["from"] for p in pauses), min(p["to"] for p in pauses)) for pauses in together]
+        return [(start, stop) for start, stop in spans if stop > start]
+
+    def clock(self, time: Floats | float) -> Floats:
+        """Training seconds at these moments."""
+        at = np.asarray(time, float)
+        for start, stop in reversed(self.rests):
+            at = at - (np.clip(at, start, stop) - start)
+        return at
+
+    def _at(self, time: Floats) -> tuple[Floats, Floats, Floats]:
+        """Training seconds, samples and bytes at these moments."""
+        done = np.searchsorted(self._ends, time, side="right")
+        samples, sent = (np.concatenate([[0.0], column])[done] for column in (self._samples, self._bytes))
+        return self.clock(time), samples, sent
+
+    @cached_property
+    def _samples(self) -> Floats:
+        return np.cumsum([line["samples"] for line in self.run.steps], dtype=float) * self.run.share
+
+    @cached_property
+    def _bytes(self) -> Floats:
+        """Sent by all ranks until each step, without what evaluations took."""
+        pauses = sorted(self.run.pauses, key=lambda line: float(line["to"]))
+        sent: dict[int, float] = {}
+        paused: dict[int, float] = {}
+        total, place, column = 0.0, 0, []
+        for line in self.run.steps:
+            while place < len(pauses) and pauses[place]["to"] <= line["time"]:
+                paused[pauses[place]["paused"]] = paused.get(pauses[place]["paused"], 0) + pauses[place]["bytes"]
+                place += 1
+            now = line["bytes"] - paused.get(line["rank"], 0)
+            total += now - sent.get(line["rank"], 0)
+            sent[line["rank"]] = now
+            column.append(total)
+        return np.array(column, float) * self._servers_too(total, sum(paused.values()))
+
+    def _servers_too(self, workers: float, paused: float) -> float:
+        """By how much all ranks sent more than the workers did."""
+        if not self.run.header.get("servers") or not workers or self.run.end is None:
+            return 1.0
+        return max(1.0, (float(self.run.end.get("bytes_sent") or 0) - paused) / workers)
+
+    # -- curves -----------------------------------------------------------------------------------
+
+    @cached_property
+    def loss(self) -> Curve:
+        """The loss of mini-batches, averaged over a moving window."""
+        rows = [(n, line["loss"]) for n, line in enumerate(self.run.steps) if line["loss"] is not None]
+        places, losses = _columns(rows)
+        window = max(1, round(WINDOW * len(losses)))
+        total = np.concatenate([[0.0], np.cumsum(losses)])
+        last = np.arange(1, len(losses) + 1)
+        first = np.maximum(0, last - window)
+        return Curve(*self._at(self._ends[places.astype(int)]), (total[last] - total[first]) / (last - first))
+
+    @cached_property
+    def accuracy(self) -> Curve:
+        """What evaluations found; the last one is that of the answer."""
+        rows = [(line["time"], line["accuracy"]) for line in self.run.evaluations if line["accuracy"] is not None]
+        final = (self.run.end or {}).get("test_accuracy")
+        if final is not None and len(self._ends):
+            rows.append((float(self._ends[-1]), final))
+        times, found = _columns(rows)
+        return Curve(*self._at(times), found)
+
+    def to_target(self, target: Target) -> dict[str, float] | None:
+        """Seconds, samples and bytes until it was reached."""
+        return (self.accuracy if target.what == "accuracy" else self.loss).first(target)
+
+    # -- totals -----------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """Training time from the beginning to the end of the last step."""
+        return float(self.clock(self._ends[-1])) if len(self._ends) else 0.0
+
+    @property
+    def samples(self) -> float:
+        return float(self._samples[-1]) if len(self._ends) else 0.0
+
+    @property
+    def bytes(self) -> float:
+        return float(self._bytes[-1]) if len(self._ends) else 0.0
+
+    @property
+    def lags(self) -> list[int]:
+        return [int(line["lag"]) for line in self.run.steps]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of tensors that the rank with the most of them kept."""
+        return max(self.run.held.values(), default=0)
+
+    # -- ranks ------------------------------------------------------------------------------------
+
+    @cached_property
+    def by_rank(self) -> dict[int, list[Line]]:
+        """The steps of each rank."""
+        rows: dict[int, list[Line]] = {}
+        for line in self.run.steps:
+            rows.setdefault(line["rank"], []).append(line)
+        return dict(sorted(rows.items()))
+
+    def spent(self) -> dict[int, dict[str, float]]:
+        """Seconds of each rank by what it did: compute, encode, wait, send, other."""
+        found = {}
+        for rank, lines in self.by_rank.items():
+            parts = {name: float(sum(line[name] for line in lines)) for name in ("compute", "encode", "wait", "send")}
+            inside = sum(line["time"] - line["began"] for line in lines)
+            found[rank] = {**parts, "other": max(0.0, inside - sum(parts.values()))}
+        return found
+
+    def waiting(self) -> float:
+        """The share of their time in which workers wait for others."""
+        rows = self.spent().values()
+        total = sum(sum(row.values()) for row in rows)
+        return sum(row["wait"] for row in rows) / total if total else 0.0
+
+    def stragglers(self) -> dict[int, float]:
+        """Each rank's median compute time in times of the group's."""
+        own = {rank: median(line["compute"] for line in lines) for rank, lines in self.by_rank.items()}
+        group = median(own.values()) if own else 0.0
+        return {rank: value / group if group else 1.0 for rank, value in own.items()}
+
+
+def totals(run: Run, target: Target | None = None) -> dict[str, Any]:
+    """One row of a table: what the run came to."""
+    m = Measures(run)
+    final = None if run.end is None else run.end.get("test_accuracy")
+    reached = None if target is None else m.to_target(target)
+    return {
+        "method": run.method,
+        "seed": run.seed,
+        "accuracy": final if final is not None else _last(m.accuracy.values),
+        "loss": _last(m.loss.values),
+        "seconds": m.seconds,
+        "samples": m.samples,
+        "samples_per_second": m.samples / m.seconds if m.seconds else None,
+        "bytes": m.bytes,
+        "mean_lag": fmean(m.lags) if m.lags else None,
+        "max_lag": max(m.lags, default=None),
+        "waiting": m.waiting(),
+        "memory": m.memory,
+        "seconds_to_target": None if reached is None else reached["seconds"],
+        "samples_to_target": None if reached is None else reached["samples"],
+        "bytes_to_target": None if reached is None else reached["bytes"],
+        "failure": run.failure,
+    }
+
+
+def _columns(pairs: Sequence[tuple[float, float]]) -> Floats:
+    """The first ones and the second ones."""
+    return np.array(pairs, float).reshape(-1, 2).T
+
+
+def _last(values: Sequence[float] | Floats) -> float | None:
+    return float(values[-1]) if len(values) else None
