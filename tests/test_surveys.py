@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from fractions import Fraction
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -149,3 +150,68 @@ def test_the_time_that_a_step_computes_may_be_given(sharding, tmp_path, capsys):
     with pytest.raises(SystemExit):
         sharding.main(["--compute-seconds", "0"])
     assert "compute_seconds is 0.0, but must be > 0" in capsys.readouterr().err
+
+
+# -- traffic ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traffic(script):
+    return script("traffic_table")
+
+
+def test_traffic_table_prints_its_table(tmp_path):
+    """N = 64, L = 8, T = 16, M = 16, K = 4, tau = 2: 33,280 parameters with biases."""
+    lines = say("traffic_table", tmp_path)
+    cells = {line[14:31].strip(): numbers(line[49:]) for line in lines[2:8]}
+    both_ways = 2 * 16 * 33_280
+    for method in ("bsp-server", "downpour", "ssp"):
+        assert cells[method] == [524_288, both_ways, 2.0312, 2.0312]
+    rounds, machines = 16 // 4 // 2, 4
+    assert cells["model-averaging"] == [262_144, rounds * machines * 1.5 * 33_280, 1.5234, 1.5234]
+    assert cells["pipedream"] == [64 * 16 * 16, 2 * 64 * 16 * 16, 2, 2]
+    (quotient,) = (line for line in lines if "asynchronous / pipelined" in line)
+    assert numbers(quotient) == [32.0, 32.5, 1.0156, 1.0156]
+
+
+@pytest.mark.parametrize(
+    "letters",
+    [
+        {"N": 64, "L": 8, "T": 16, "M": 16, "K": 4, "tau": 2},
+        {"N": 91, "L": 5, "T": 7, "M": 18, "K": 3, "tau": 3},
+        {"N": 64, "L": 7, "T": 5, "M": 12, "K": 2, "tau": 1},
+    ],
+    ids=str,
+)
+def test_what_is_sent_is_the_formula_times_what_is_explained(traffic, letters):
+    """To the last number, also where nothing can be divided evenly."""
+    setting = traffic.Setting(**letters)
+    table = traffic.rows(setting)
+    assert [row.method for row in table] == ["bsp-server", "model-averaging", "downpour", "ssp", "pipedream"]
+    counted = [traffic.count(row, setting) for row in table]
+    assert counted == [row.formula * row.constant for row in table]
+    quotient = counted[2] / counted[4]
+    assert quotient == Fraction(letters["N"] * letters["L"], letters["T"]) * (1 + Fraction(1, letters["N"]))
+
+
+def test_the_formulas_are_those_of_the_survey(traffic):
+    """The example of N = 1000, L = 8, T = 256, M = 100, K = 4 and tau = 10."""
+    table = traffic.rows(traffic.Setting(N=1000, L=8, T=256, M=100, K=4, tau=10))
+    formulas = {row.family + (" in rounds" if "tau" in row.paper[-3:] else ""): row.formula for row in table}
+    assert formulas["synchronous in rounds"] == 8 * 10**7
+    assert formulas["asynchronous"] == 8 * 10**8
+    assert formulas["pipelined"] == 256 * 10**5
+    assert formulas["asynchronous"] / formulas["pipelined"] == Fraction(3125, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--batches", "81"], "batches is 81, but must be a multiple of 4 workers x 10"),
+        (["--neurons", "32"], "8 layers of 32 neurons are small, but must have more than 64 KiB"),
+    ],
+)
+def test_what_cannot_be_counted_to_the_last_number_is_refused(traffic, capsys, words, why):
+    with pytest.raises(SystemExit):
+        traffic.main(words)
+    assert why in capsys.readouterr().err
