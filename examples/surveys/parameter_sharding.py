@@ -160,7 +160,8 @@ def tell_rules(steps: int) -> None:
 CAUTION = """
 What this shows: with 1 and 2 workers, so one server, nothing differs; the gap grows with the number of servers. How
 large it is says little: the 20 % are an input, not a prediction, and layers in turn are our choice because they come
-closest to the 66 %. One constant and one of four rules against two numbers: consistent with the paper, and no more."""
+closest to the 66 %, clearly by the formula, hardly in the runs. One constant and one of four rules against two numbers:
+consistent with the paper, and no more."""
 
 
 def figure_of(formula: Steps, ours: Steps) -> Figure:
