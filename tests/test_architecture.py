@@ -30,10 +30,23 @@ MAY_IMPORT = {
     "plan": {*METHODS, "virtual", "result", "runtime"},
     "processes": {*METHODS, "tasks", "plan", "runtime"},
     "jobs": {*METHODS, "virtual", "tasks", "report", "result", "plan", "processes", "runtime"},
+    "comparison": {"core", "virtual", "tasks", "report", "plan", "jobs", "tuning"},
+    "tuning": {"core", "catalog", "report"},
     "streams": {"core", "splits"},
     "training": METHODS,
     "hands": {*METHODS, "streams", "training", "runtime"},
-    "cli": {*METHODS, "virtual", "tasks", "report", "result", "jobs", "catalog", "runtime", "__version__"},
+    "cli": {
+        *METHODS,
+        "virtual",
+        "tasks",
+        "report",
+        "result",
+        "jobs",
+        "comparison",
+        "catalog",
+        "runtime",
+        "__version__",
+    },
 }
 """What each folder, or module at the top, may import besides itself. `__init__` may import everything but the cli."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands import codecs, rules, splits
     from manyhands.catalog import *  # noqa: F403
+    from manyhands.comparison import Comparison, compare
     from manyhands.core.errors import ChangedInFlight, Deadlock, Diverged, ManyhandsError, PeerLost, Refused
     from manyhands.core.task import Task
     from manyhands.hands import Hands, join
@@ -24,6 +25,7 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "manyhands.codecs": ["codecs"],
+    "manyhands.comparison": ["Comparison", "compare"],
     "manyhands.core.errors": ["ChangedInFlight", "Deadlock", "Diverged", "ManyhandsError", "PeerLost", "Refused"],
     "manyhands.core.task": ["Task"],
     "manyhands.hands": ["Hands", "join"],
@@ -41,6 +43,7 @@ _HOMES = {
 __all__ = [
     "ChangedInFlight",
     "Cluster",
+    "Comparison",
     "CutLink",
     "Deadlock",
     "Die",
@@ -55,6 +58,7 @@ __all__ = [
     "Stop",
     "Task",
     "codecs",
+    "compare",
     "join",
     "load_checkpoint",
     "on_ranks",

@@ -13,6 +13,7 @@ from manyhands.core.budget import Budget, Each, segments
 from manyhands.core.errors import PeerLost
 from manyhands.core.loop import Job, Line, Outcome, run_rank
 from manyhands.core.protocols import Strategy
+from manyhands.core.recipe import recipe_of
 from manyhands.core.task import Task
 from manyhands.plan import Plan, machines, make_plan, with_checkpoints, with_evaluations
 from manyhands.processes import Done, Named, run_plan
@@ -168,8 +169,9 @@ def _header(plan: Plan) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "task": plan.task.name,
-        "method": getattr(plan.strategy, "recipe", type(plan.strategy).__name__),
+        "method": str(recipe_of(plan.strategy)),
         "strategy": repr(plan.strategy),
+        "lockstep": plan.lockstep,
         "world": where.world,
         "link": where.link if where.cluster is None else None,
         "cluster": None if where.cluster is None else asdict(where.cluster),

@@ -5,6 +5,7 @@ What a recipe makes remembers its name and the knobs that were given, so that re
 
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 from manyhands.catalog import (
@@ -29,6 +30,7 @@ from manyhands.catalog.pipelines import *  # noqa: F403
 from manyhands.catalog.quorum import *  # noqa: F403
 from manyhands.catalog.stale import *  # noqa: F403
 from manyhands.catalog.synchronous import *  # noqa: F403
+from manyhands.core.recipe import Recipe
 
 __all__ = [
     *asynchronous.__all__,
@@ -45,13 +47,13 @@ __all__ = [
 
 
 def _signed(recipe: Callable[..., Any]) -> Callable[..., Any]:
-    """A recipe whose strategies say where they come from, as one would write it on the command line."""
+    """A recipe whose strategies say where they come from."""
 
     @wraps(recipe)
     def make(*given: Any, **named: Any) -> Any:
         strategy = recipe(*given, **named)
-        knobs = [*map(str, given), *(f"{name}={value}" for name, value in named.items())]
-        strategy.recipe = ":".join(filter(None, [recipe.__name__.replace("_", "-"), ",".join(knobs)]))
+        knobs = signature(recipe).bind(*given, **named).arguments
+        strategy.recipe = Recipe(recipe.__name__.replace("_", "-"), dict(knobs))
         return strategy
 
     return make

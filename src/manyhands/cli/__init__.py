@@ -15,6 +15,7 @@ from manyhands.runtime.failures import exit_code
 
 VERBS = {
     "train": ("train", "train a task with one method"),
+    "compare": ("compare", "methods side by side on one task, ranked, with a report"),
     "run": ("run", "start a script of your own once for each rank"),
     "list": ("listing", "all methods, their families and papers"),
     "explain": ("explain", "one method's card: what it does, its knobs, paper and loops"),

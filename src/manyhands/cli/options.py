@@ -1,4 +1,4 @@
-"""The options of `manyhands train METHOD`: the knobs of one recipe, and what every run takes."""
+"""The options of `manyhands train METHOD`: the knobs of one recipe, and what every run takes; also of `compare`."""
 
 from __future__ import annotations
 
@@ -26,36 +26,43 @@ examples:
 paper, equations and loops: manyhands explain {name}"""
 
 
-def _option(text: str, default: str | None = None, metavar: str | None = None) -> Any:
+def option(text: str, default: str | None = None, metavar: str | None = None) -> Any:
     return arg(help=text, metavar=metavar, help_behavior_hint=None if default is None else f"(default: {default})")
 
 
 @dataclass(kw_only=True)
-class Run:
-    """Whatever the method."""
+class Common:
+    """Where and how long to run, whatever the method."""
 
     task: Annotated[
-        str, _option("digits, mnist, text, regression, rbm, rnn, sparse, vgg16, or your own as module:function")
+        str, option("digits, mnist, text, regression, rbm, rnn, sparse, vgg16, or your own as module:function")
     ] = "digits"
-    workers: Annotated[int | None, _option("how many workers", "2; 4 if virtual, or the cluster file's", "INT")] = None
-    servers: Annotated[int | None, _option("how many servers of their own", "0, or the cluster file's", "INT")] = None
-    spares: Annotated[int | None, _option("workers that come when one is lost, or at SIGUSR1", "0", "INT")] = None
-    steps: Annotated[int | None, _option("updates of workers x batch size samples", "see --epochs", "INT")] = None
-    epochs: Annotated[float | None, _option("passes over the data", "the task's", "FLOAT")] = None
-    batch_size: Annotated[int | None, _option("samples per worker and step", "the task's", "INT")] = None
-    seed: Annotated[int, _option("fixes the initial weights, the data order and all chance")] = 0
+    workers: Annotated[int | None, option("how many workers", "2; 4 if virtual, or the cluster file's", "INT")] = None
+    servers: Annotated[int | None, option("how many servers of their own", "0, or the cluster file's", "INT")] = None
+    steps: Annotated[int | None, option("updates of workers x batch size samples", "see --epochs", "INT")] = None
+    epochs: Annotated[float | None, option("passes over the data", "the task's", "FLOAT")] = None
+    batch_size: Annotated[int | None, option("samples per worker and step", "the task's", "INT")] = None
     link: Annotated[
         Literal["shm", "tcp"] | None,
-        _option("how workers exchange tensors: through shared memory, or through sockets", "shm", "{shm,tcp}"),
+        option("how workers exchange tensors: through shared memory, or through sockets", "shm", "{shm,tcp}"),
     ] = None
-    bind: Annotated[str | None, _option("the address to listen on with --link tcp", "127.0.0.1", "ADDRESS")] = None
-    virtual: FlagCreatePairsOff[Annotated[bool, _option("train in a virtual cluster, in virtual time", "no")]] = False
-    cluster: Annotated[Path | None, _option("a TOML file that describes a virtual cluster", "none", "FILE")] = None
-    data: Annotated[Path | None, _option("where the task's files are", "none", "PATH")] = None
-    out: Annotated[Path | None, _option("where record and checkpoints go", "runs/METHOD-TASK-TIME", "DIR")] = None
-    checkpoint_every: Annotated[int | None, _option("steps between two checkpoints", "none", "INT")] = None
-    resume: Annotated[Path | None, _option("a checkpoint, or the --out of a run, to go on from", "none", "DIR")] = None
-    json: FlagCreatePairsOff[Annotated[bool, _option("print one JSON object instead of a summary", "no")]] = False
+    bind: Annotated[str | None, option("the address to listen on with --link tcp", "127.0.0.1", "ADDRESS")] = None
+    virtual: FlagCreatePairsOff[Annotated[bool, option("train in a virtual cluster, in virtual time", "no")]] = False
+    cluster: Annotated[Path | None, option("a TOML file that describes a virtual cluster", "none", "FILE")] = None
+    data: Annotated[Path | None, option("where the task's files are", "none", "PATH")] = None
+    json: FlagCreatePairsOff[Annotated[bool, option("print one JSON object instead of a summary", "no")]] = False
+
+
+@dataclass(kw_only=True)
+class Run(Common):
+    """What one run takes besides."""
+
+    seed: Annotated[int, option("fixes the initial weights, the data order and all chance")] = 0
+    spares: Annotated[int | None, option("workers that come when one is lost, or at SIGUSR1", "0", "INT")] = None
+    out: Annotated[Path | None, option("where record and checkpoints go", "runs/METHOD-TASK-TIME", "DIR")] = None
+    evaluate_every: Annotated[int | None, option("steps between two looks at the test data", "none", "INT")] = None
+    checkpoint_every: Annotated[int | None, option("steps between two checkpoints", "none", "INT")] = None
+    resume: Annotated[Path | None, option("a checkpoint, or the --out of a run, to go on from", "none", "DIR")] = None
 
 
 def read_method(text: str) -> tuple[Method, list[str]]:
@@ -88,13 +95,16 @@ def fill(method: Method, argv: Sequence[str]) -> tuple[dict[str, Any], Run]:
     knobs.__doc__ = f"The knobs of {method.name}."
     form: Any = make_dataclass("Form", [(method.function, knobs), ("run", Run)])
     filled: Any = parse(form, argv, f"train {method.name}", _about(method))
-    return dict(_chosen(method, vars(getattr(filled, method.function)))), filled.run
+    chosen = dict(_chosen(method, vars(getattr(filled, method.function))))
+    if "lr" in chosen and chosen.get("rule") is not None:
+        raise Refused(f"lr is {chosen['lr']}, but the rule has a learning rate of its own: give it there")
+    return chosen, filled.run
 
 
 def _field(knob: Knob) -> tuple[str, Any, Any]:
     metavar = knob.annotation.upper().replace(" ", "") if knob.part or "| None" in knob.annotation else None
     kind: Any = knob.type
-    described: Any = Annotated[kind, _option(knob.help, None if knob.required else knob.default, metavar)]
+    described: Any = Annotated[kind, option(knob.help, None if knob.required else knob.default, metavar)]
     return knob.name, described, field() if knob.required else field(default=knob.default)
 
 

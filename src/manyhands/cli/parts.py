@@ -33,6 +33,10 @@ class Part:
     values: tuple[Any, ...] = ()
     knobs: tuple[tuple[str, Any], ...] = ()
 
+    def __str__(self) -> str:
+        inside = ", ".join([*map(str, self.values), *(f"{name}={value}" for name, value in self.knobs)])
+        return f"{self.name.lower()}({inside})" if inside else self.name.lower()
+
     def build(self) -> Any:
         """The real thing, made by its own constructor."""
         make = getattr(importlib.import_module(f"manyhands.{self.home}"), self.name)

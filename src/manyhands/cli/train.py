@@ -23,7 +23,8 @@ from manyhands.core.errors import PeerLost, Refused, refuse_unless
 from manyhands.runtime.failures import exit_code
 
 if TYPE_CHECKING:
-    from manyhands.cli.options import Run
+    from manyhands.cli.options import Common, Run
+    from manyhands.core.protocols import Strategy
     from manyhands.result import Result
 
 HELP = """usage: manyhands train METHOD [OPTIONS]
@@ -85,27 +86,25 @@ def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], Run]:
 
     method, settings = read_method(argv[0])
     knobs, options = fill(method, [*settings, *argv[1:]])
-    if "lr" in knobs and knobs.get("rule") is not None:
-        raise Refused(f"lr is {knobs['lr']}, but the rule has a learning rate of its own: give it there")
     return method, knobs, options
 
 
-def check(options: Run) -> None:
+def check(options: Common) -> None:
     """Refuse what can be seen to be wrong without starting anything."""
     if options.steps is not None and options.epochs is not None:
         raise Refused(f"steps is {options.steps} and epochs is {options.epochs}, but only one of them may be given")
     for name, own in (("link", "links"), ("bind", "links"), ("spares", "newcomers")):
-        value = getattr(options, name)
+        value = getattr(options, name, None)
         real = value is None or not is_virtual(options)
         refuse_unless(real, name, value, f"left out: a virtual cluster has {own} of its own")
     tcp = options.bind is None or options.link == "tcp"
     refuse_unless(tcp, "bind", options.bind, "left out without --link tcp: nobody listens on an address")
-    for name in ("steps", "epochs", "batch_size", "checkpoint_every"):
-        value = getattr(options, name)
+    for name in ("steps", "epochs", "batch_size", "checkpoint_every", "evaluate_every"):
+        value = getattr(options, name, None)
         refuse_unless(value is None or value > 0, name, value, "> 0")
 
 
-def is_virtual(options: Run) -> bool:
+def is_virtual(options: Common) -> bool:
     """A file that describes a virtual cluster asks for one."""
     return options.virtual or options.cluster is not None
 
@@ -114,13 +113,11 @@ def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
     """Build the strategy, say where it is to run, and run the job."""
     where = machines(options)
     from manyhands import jobs  # only now: this is the first that needs torch
-    from manyhands.cli.parts import Part
     from manyhands.report.progress import choose
 
-    recipe = getattr(importlib.import_module("manyhands.catalog"), method.function)
-    strategy = recipe(**{name: knob.build() if isinstance(knob, Part) else knob for name, knob in knobs.items()})
+    strategy = build(method, knobs)
     progress = choose(f"{method.name} on {options.task}")
-    names = ("data", "seed", "steps", "epochs", "batch_size", "checkpoint_every", "resume")
+    names = ("data", "seed", "steps", "epochs", "batch_size", "checkpoint_every", "evaluate_every", "resume")
     chosen = {name: getattr(options, name) for name in names}
     with folder(options.out, f"{method.name}-{options.task}") as out:
         try:
@@ -129,9 +126,22 @@ def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
             progress.stop()
 
 
-def machines(options: Run) -> dict[str, Any]:
+def build(method: Method, knobs: dict[str, Any]) -> Strategy:
+    """What a recipe makes of its knobs; it remembers how they were written."""
+    from manyhands.cli.parts import Part
+    from manyhands.core.recipe import spelled
+
+    recipe = getattr(importlib.import_module("manyhands.catalog"), method.function)
+    strategy: Strategy = recipe(
+        **{name: knob.build() if isinstance(knob, Part) else knob for name, knob in knobs.items()}
+    )
+    words = ",".join(f"{name}={knob}" for name, knob in knobs.items())
+    return spelled(strategy, f"{method.name}:{words}" if words else method.name)
+
+
+def machines(options: Common) -> dict[str, Any]:
     """Where to run: in real processes, or in a virtual cluster; what the command line says wins over its file."""
-    sizes = {name: getattr(options, name) for name in ("workers", "servers", "link", "bind", "spares")}
+    sizes = {name: getattr(options, name, None) for name in ("workers", "servers", "link", "bind", "spares")}
     given = {name: size for name, size in sizes.items() if size is not None}
     if not is_virtual(options):
         return {"workers": WORKERS, **given}
@@ -144,19 +154,22 @@ def machines(options: Run) -> dict[str, Any]:
 class _News(logging.Handler):
     """Says what happens when it happens: each a line on whatever stderr is by then, and kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, once: bool) -> None:
         super().__init__(logging.WARNING)
         self.said: list[str] = []
+        self.once = once
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self.once and record.getMessage() in self.said:
+            return
         self.said.append(record.getMessage())
         print(f"manyhands: {self.said[-1]}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def heard() -> Iterator[list[str]]:
+def heard(*, once: bool = False) -> Iterator[list[str]]:
     """Show what the library has to say about a run while it goes on: who was lost, who was turned away."""
-    news, log = _News(), logging.getLogger("manyhands")
+    news, log = _News(once), logging.getLogger("manyhands")
     log.addHandler(news)
     try:
         yield news.said

@@ -2,9 +2,10 @@
 
 Time here is training time: what everyone rested for an evaluation or a checkpoint is left out.
 
-    rank 0   ====step====|rest|.............|====step====
-    rank 1   =======step=======|rest|.......|===step===
-                               [   left out ]                from the last one to rest to the first one to go on
+    rank 0   ====step====|.......... rest ...........|====step====
+    rank 1   =========step=========|...... rest .....|===step===
+                                   [    left out     ]    in lock step, where all wait for the last one anyway
+                              [       left out       ]    else, from when on the average of their work they rest
 
 Samples are those of the whole job. Bytes are those of all ranks: servers tell theirs only at the end, so what they sent
 is spread over the workers' bytes.
@@ -12,6 +13,7 @@ is spread over the workers' bytes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +23,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.core.errors import Refused, refuse_unless, unknown
 from manyhands.report.reading import Run
 from manyhands.report.record import Line
 
 WINDOW = 0.05
 """Of the losses of a run: what a loss is averaged over, for one mini-batch says little."""
+
+MEASURED = ("accuracy", "loss")
+"""What a target may be given for."""
 
 Floats = NDArray[np.float64]
 
@@ -43,6 +49,20 @@ class Target:
     def reached(self, values: Floats) -> NDArray[np.bool]:
         """Which of these values will do."""
         return values >= self.value if self.what == "accuracy" else values <= self.value
+
+
+def parse_target(text: str) -> Target:
+    """What is meant by accuracy=0.95 or loss=0.1."""
+    what, _, given = (word.strip() for word in text.partition("="))
+    if what not in MEASURED:
+        raise unknown("measure of a target", what, MEASURED)
+    try:
+        value = float(given)
+    except ValueError:
+        raise Refused(f"the target is {text!r}, but must be like accuracy=0.95 or loss=0.1") from None
+    refuse_unless(math.isfinite(value), f"the target {what}", given, "a finite number")
+    refuse_unless(what != "accuracy" or 0 < value <= 1, "the target accuracy", value, "> 0 and <= 1")
+    return Target(what, value)
 
 
 @dataclass(frozen=True)
@@ -79,8 +99,15 @@ class Measures:
             by_rank.setdefault(line["paused"], []).append(line)
         most = max(map(len, by_rank.values()), default=0)
         together = [list(column) for column in zip(*(r for r in by_rank.values() if len(r) == most), strict=True)]
-        spans = [(max(p["from"] for p in pauses), min(p["to"] for p in pauses)) for pauses in together]
+        spans = [(self._begin(pauses), min(float(p["to"]) for p in pauses)) for pauses in together]
         return [(start, stop) for start, stop in spans if stop > start]
+
+    def _begin(self, pauses: Sequence[Line]) -> float:
+        """When a rest begins for the job as a whole."""
+        if self.run.header.get("lockstep", True):
+            return max(float(one["from"]) for one in pauses)
+        work = [len(self.by_rank.get(one["paused"], ())) for one in pauses]
+        return sum(n * float(one["from"]) for n, one in zip(work, pauses, strict=True)) / max(1, sum(work))
 
     def clock(self, time: Floats | float) -> Floats:
         """Training seconds at these moments."""

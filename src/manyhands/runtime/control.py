@@ -2,7 +2,7 @@
 
 rank -> watcher                                   watcher -> rank
   hello    rank pid address                         everyone  addresses gone   where the others are, or why not
-  reached                                           begin                   all have reached all others
+  reached                                           begin     at            all have reached all others, and when
   memory   name nbytes                              memory    name error    the open file comes with it
   grant    name number                              granted   yes closed coming arrivals
   enter    name number                              entered   taken over arrivals

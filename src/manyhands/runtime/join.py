@@ -36,14 +36,13 @@ def connect(seat: Seat | None = None, servers: int | None = None) -> RealTranspo
     transport = RealTransport(seat)
     atexit.register(transport.close)
     try:
-        _meet(seat, transport)
+        transport.begin(_meet(seat, transport))
     except ManyhandsError as error:
         if seat.rank in seat.late:
             transport.leave()
             raise TooLate(f"rank {seat.rank} has come too late: {error}") from None
         transport.fail(error)
         raise
-    transport.begin()
     return transport
 
 
@@ -61,7 +60,8 @@ def _refuse_second() -> None:
 _seated: list[bool] = []
 
 
-def _meet(seat: Seat, transport: RealTransport) -> None:
+def _meet(seat: Seat, transport: RealTransport) -> float:
+    """Reach everyone; says when the job began, by this machine's clock."""
     for rank in seat.late:
         if rank != seat.rank:
             transport.miss(rank, "it has not come yet")
@@ -73,7 +73,7 @@ def _meet(seat: Seat, transport: RealTransport) -> None:
         if rank in addresses and rank not in gone:
             transport.attach(rank, _reach(seat, rank, addresses[rank]))
     door.wait_for_all(seat.deadline, transport)
-    transport.member.reached()
+    return transport.member.reached()
 
 
 def _reaches(seat: Seat) -> list[int]:

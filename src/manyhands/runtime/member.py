@@ -51,10 +51,10 @@ class Member:
         said = self._wait("everyone", self._seat.deadline + GRACE)
         return dict(said["addresses"]), dict(said["gone"])
 
-    def reached(self) -> None:
-        """Say that we have reached everyone; returns when that is so for all."""
+    def reached(self) -> float:
+        """Say that we have reached everyone; returns when that is so for all, and says when the job began."""
         self._line.send("reached")
-        self._wait("begin", self._seat.deadline + GRACE)
+        return float(self._wait("begin", self._seat.deadline + GRACE)["at"])
 
     # -- asking -----------------------------------------------------------------------------------
 

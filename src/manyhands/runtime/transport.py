@@ -86,9 +86,9 @@ class RealTransport:
             self.fail(error)
             return False
 
-    def begin(self) -> None:
-        """Everyone is here: the clock starts."""
-        self._began = time.monotonic()
+    def begin(self, at: float) -> None:
+        """Everyone is here, and the clock has started; it is one for all ranks of a machine."""
+        self._began = at
 
     # -- messages ---------------------------------------------------------------------------------
 

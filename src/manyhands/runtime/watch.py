@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -92,6 +93,7 @@ class Watcher:
         self._grace, self._patient, self._all_started = GRACE, False, False
         self._finishing = False
         self._error: Exception | None = None
+        self._began = 0.0
         self.events = Events()
         self._door = Door(_listen(seat.watcher), seat.secret, self.events, self._admitted)
         self._vigil = Vigil(lambda rank, ending: self.events.post(partial(self._ended, rank, ending)))
@@ -157,6 +159,9 @@ class Watcher:
         if kind == "abort" and self.cause is None:
             self.cause = fields["error"]
             self.events.later(self._grace, self._vigil.kill)
+        if kind == "begin":  # the ranks of one machine have one clock
+            self._began = self._began or time.monotonic()
+            fields = {"at": self._began}
         for rank in to:
             if rank in self._lines:
                 self._lines[rank].send(kind, fields)

@@ -1,0 +1,194 @@
+"""A comparison while it runs, on stderr: a table on a terminal, a line for each run when piped.
+
+method    run            loss     accuracy   samples/s    bytes     lag    waiting   time to target
+bsp       3 of 3 done    0.0211   0.9722     32.1 k       18.1 MB   0      12%       0.61 s
+ssp       2 of 3, 62%    0.0410   0.9583     45.9 k       11.0 MB   1.9    3%        0.42 s
+easgd     waits
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from manyhands.report.measures import Target, totals
+from manyhands.report.progress import Progress
+from manyhands.report.reading import Run
+from manyhands.report.words import NOTHING, lag, number, percent, scaled, seconds
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table as Drawing
+
+REDRAW = 0.2
+"""Seconds between two pictures."""
+COLUMNS = ("method", "run", "loss", "accuracy", "samples/s", "bytes", "lag", "waiting", "time to target")
+
+
+class Row:
+    """What is known of one method: the run under way, step by step, and those that are done."""
+
+    def __init__(self, name: str, seeds: int, target: Target | None, table: Table | None) -> None:
+        self.name, self.seeds = name, seeds
+        self.done: list[dict[str, Any]] = []
+        self._target, self._table = target, table
+        self._total, self._words = 0, ""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.running = False
+        self.samples = self.inside = self.waited = self.time = self.lags = 0.0
+        self.steps = 0
+        self.loss = self.accuracy = self.reached = None
+        self.bytes: dict[int, int] = {}
+
+    def begin(self, words: str) -> Row:
+        """A run of this method begins."""
+        self._words = words
+        return self
+
+    def start(self, total_samples: int, title: str) -> None:
+        """It will consume so many samples."""
+        self._clear()
+        self._total, self.running = total_samples, True
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """One more line of its record."""
+        if "accuracy" in line:
+            self._look(line)
+        if "loss" not in line:
+            return
+        self.samples += line["samples"]
+        self.time = max(self.time, line["time"])
+        self.steps += 1
+        self.lags += line["lag"]
+        self.waited += line["wait"]
+        self.inside += line["time"] - line["began"]
+        self.bytes[line["rank"]] = line["bytes"]
+        if line["loss"] is not None:
+            self.loss = line["loss"] if self.loss is None else self.loss + 0.1 * (line["loss"] - self.loss)
+        if self._table is not None:
+            self._table.draw()
+
+    def _look(self, line: Mapping[str, Any]) -> None:
+        self.accuracy, target = line["accuracy"], self._target
+        found = self.reached is None and target is not None and target.what == "accuracy"
+        if found and target is not None and self.accuracy is not None and self.accuracy >= target.value:
+            self.reached = line["time"]
+
+    def stop(self) -> None:
+        """It is over."""
+        self.running = False
+
+    def state(self) -> str:
+        """Which run, and how far."""
+        if not self.running:
+            many = len(self.done)
+            return f"{many} of {self.seeds} done" if many else "waits"
+        share = f"{min(1.0, self.samples / max(1, self._total)):.0%}"
+        return f"{self._words}, {share}" if self._words else f"{len(self.done) + 1} of {self.seeds}, {share}"
+
+    def cells(self) -> list[str]:
+        """What the table shows."""
+        if not self.running and self.done:
+            return [self.name, self.state(), *ended(self.done[-1])]
+        if not self.steps:
+            return [self.name, self.state(), *[""] * (len(COLUMNS) - 2)]
+        rate = scaled(self.samples / self.time) if self.time else NOTHING
+        sent, waiting = scaled(sum(self.bytes.values()), "B"), percent(self.waited / max(self.inside, 1e-12))
+        numbers = [number(self.loss), number(self.accuracy), rate, sent, lag(self.lags / self.steps, None), waiting]
+        return [self.name, self.state(), *numbers, "" if self.reached is None else seconds(self.reached)]
+
+
+def ended(row: Mapping[str, Any]) -> list[str]:
+    """A run that is over."""
+    if row["failure"] is not None:
+        return [f"failed: {row['failure']}", *[""] * (len(COLUMNS) - 3)]
+    rate, sent = scaled(row["samples_per_second"]), scaled(row["bytes"], "B")
+    last = [lag(row["mean_lag"], row["max_lag"]), percent(row["waiting"]), seconds(row["seconds_to_target"])]
+    return [number(row["loss"]), number(row["accuracy"]), rate, sent, *last]
+
+
+class Board:
+    """All rows; told by a comparison what it does."""
+
+    def __init__(self, names: Sequence[str], seeds: int, target: Target | None) -> None:
+        table = self if isinstance(self, Table) else None
+        self.target = target
+        self.rows = {name: Row(name, seeds, target, table) for name in names}
+
+    def run(self, method: str, seed: int, words: str) -> Progress:
+        """A run begins; `words` say what for, if it is no ordinary one."""
+        self._trial = bool(words)
+        return self.rows[method].begin(words)
+
+    def done(self, run: Run) -> None:
+        """It is over."""
+        if not self._trial:
+            self.rows[run.method].done.append(totals(run, self.target))
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Nothing is held."""
+
+
+class Table(Board):
+    """A table for a terminal. It draws when told of a step and never by itself, so no thread stands beside a run."""
+
+    def __enter__(self) -> Table:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._drawn = 0.0
+        self._live: Live = Live(self._drawing(), console=Console(file=sys.stderr), auto_refresh=False)
+        self._live.start()
+        return self
+
+    def draw(self, *, now: bool = False) -> None:
+        """A fresh picture, if the last one is old enough."""
+        if now or time.monotonic() - self._drawn >= REDRAW:
+            self._drawn = time.monotonic()
+            self._live.update(self._drawing(), refresh=True)
+
+    def done(self, run: Run) -> None:
+        super().done(run)
+        self.draw(now=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.draw(now=True)
+        self._live.stop()
+
+    def _drawing(self) -> Drawing:
+        from rich import box
+        from rich.table import Table as Drawing
+        from rich.text import Text
+
+        table = Drawing(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in COLUMNS:
+            table.add_column(column, no_wrap=column != "loss")
+        for row in self.rows.values():
+            table.add_row(*map(Text, row.cells()))
+        return table
+
+
+class Lines(Board):
+    """A plain line for each run, for files and pipes."""
+
+    def done(self, run: Run) -> None:
+        super().done(run)
+        names = ("loss", "accuracy", "samples/s", "bytes", "lag", "waiting", "time to target")
+        row = totals(run, self.target)
+        words = [f"{name} {cell}" for name, cell in zip(names, ended(row), strict=True) if cell and cell != NOTHING]
+        what = f"{run.method}, seed {run.seed}{' (tuning)' if self._trial else ''}"
+        said = f"failed: {row['failure']}" if row["failure"] is not None else "  ".join(words)
+        print(f"{what}: {said}", file=sys.stderr, flush=True)
+
+
+def choose(names: Sequence[str], seeds: int, target: Target | None) -> Board:
+    """A table if somebody is watching stderr, else lines."""
+    return (Table if sys.stderr.isatty() else Lines)(names, seeds, target)

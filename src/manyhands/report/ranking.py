@@ -1,0 +1,76 @@
+"""Ranking: methods side by side, by how soon they reach the target.
+
+    time to target  =  samples to target  /  samples per second
+                       statistical           hardware efficiency
+
+Every method stands for all its seeds: medians, and how far the others lie from them. First come those that reached the
+target with the most seeds, the soonest first; then those that did not, the best first; then those that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from manyhands.report.measures import Target, totals
+from manyhands.report.reading import Run
+
+Row = dict[str, Any]
+
+MEDIANS = (
+    *("seconds_to_target", "samples_to_target", "bytes_to_target", "samples_per_second", "accuracy", "loss"),
+    *("seconds", "samples", "bytes", "mean_lag", "max_lag", "waiting", "memory"),
+)
+"""What a row has the median over seeds of."""
+
+
+def ranking(runs: Sequence[Run], target: Target | None = None) -> list[Row]:
+    """A row for each method, the best first."""
+    by_method: dict[str, list[Row]] = {}
+    for run in runs:
+        by_method.setdefault(run.method, []).append(totals(run, target))
+    rows = [_row(method, found) for method, found in by_method.items()]
+    rows.sort(key=_place if target is not None else _place_without_target)
+    return [{"rank": place, **row} for place, row in enumerate(rows, 1)]
+
+
+def _row(method: str, found: Sequence[Row]) -> Row:
+    done = [one for one in found if one["failure"] is None]
+    reached = [one for one in found if one["seconds_to_target"] is not None]
+    why = next((one["failure"] for one in found if one["failure"] is not None), None)
+    return {
+        "method": method,
+        "seeds": len(found),
+        "failed": len(found) - len(done),
+        "reached": len(reached),
+        **{name: _median(done or found, name) for name in MEDIANS},
+        "spread": _spread(reached, "seconds_to_target"),
+        "failure": why,
+    }
+
+
+def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = [row[name] for row in rows if row[name] is not None]
+    return median(values) if values else None
+
+
+def _spread(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float] | None:
+    """The least and the most, of several."""
+    values = [row[name] for row in rows]
+    return (min(values), max(values)) if len(values) > 1 else None
+
+
+def _place(row: Row) -> tuple[float, ...]:
+    soon = row["seconds_to_target"]
+    return -row["reached"], row["failed"], soon if soon is not None else 0.0, *_quality(row)
+
+
+def _place_without_target(row: Row) -> tuple[float, ...]:
+    return row["failed"], *_quality(row), row["seconds"] or 0.0
+
+
+def _quality(row: Row) -> tuple[float, float]:
+    """Less is better."""
+    accuracy, loss = row["accuracy"], row["loss"]
+    return -(accuracy if accuracy is not None else 0.0), loss if loss is not None else float("inf")
