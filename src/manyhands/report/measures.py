@@ -12,7 +12,8 @@ is spread over the workers' bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from manyhands.core.errors import Refused, refuse_unless, unknown
 from manyhands.report.reading import Run
 from manyhands.report.record import Line
 
@@ -43,6 +45,29 @@ class Target:
     def reached(self, values: Floats) -> NDArray[np.bool]:
         """Which of these values will do."""
         return values >= self.value if self.what == "accuracy" else values <= self.value
+
+
+BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "accuracy": ("> 0 and <= 1", lambda value: 0 < value <= 1),
+    "loss": ("> 0 and finite", lambda value: 0 < value < math.inf),
+}
+"""What can be a target, and which values make sense."""
+
+
+def parse_target(text: str) -> Target:
+    """The target of a text such as accuracy=0.95 or loss=0.1."""
+    what, equals, given = (word.strip() for word in text.partition("="))
+    if what not in BOUNDS:
+        raise unknown("measure for a target", what, BOUNDS)
+    if not equals or not given:
+        raise Refused(f"target is {text!r}, but must be {what}=VALUE")
+    try:
+        value = float(given)
+    except ValueError:
+        raise Refused(f"{what} of the target is {given!r}, but must be a number") from None
+    bound, holds = BOUNDS[what]
+    refuse_unless(holds(value), f"{what} of the target", f"{value:g}", bound)
+    return Target(what, value)
 
 
 @dataclass(frozen=True)
