@@ -110,10 +110,10 @@ def test_the_target_is_reached_where_it_was_first_seen():
     ("text", "words"),
     [
         ("speed=3", "known are accuracy, loss"),
-        ("accuracy", "accuracy=0.95"),
-        ("accuracy=much", "accuracy=0.95"),
-        ("accuracy=95", "the target accuracy is 95.0, but must be > 0 and <= 1"),
-        ("loss=nan", "must be a finite number"),
+        ("accuracy", "target is 'accuracy', but must be accuracy=VALUE"),
+        ("accuracy=much", "accuracy of the target is 'much', but must be a number"),
+        ("accuracy=95", "accuracy of the target is 95, but must be > 0 and <= 1"),
+        ("loss=nan", "loss of the target is nan, but must be > 0 and finite"),
     ],
 )
 def test_a_target_that_means_nothing_is_refused(text, words):

@@ -17,6 +17,7 @@ VERBS = {
     "train": ("train", "train a task with one method"),
     "compare": ("compare", "methods side by side on one task, ranked, with a report"),
     "run": ("run", "start a script of your own once for each rank"),
+    "report": ("report", "make one page of the records of runs"),
     "list": ("listing", "all methods, their families and papers"),
     "explain": ("explain", "one method's card: what it does, its knobs, paper and loops"),
     "bench": ("bench", "measure this installation against its goals"),
@@ -42,6 +43,7 @@ examples:
   manyhands train ssp --workers 2 --staleness 3
   manyhands train downpour --virtual --workers 8 --json
   manyhands run -n 4 train.py
+  manyhands report runs
 
 exit codes: 0 done, 1 error, 2 bad usage or refused, 3 a peer was lost, 4 training diverged, 130 interrupted (Ctrl-C),
             143 stopped early and saved (SIGTERM)"""

@@ -14,7 +14,7 @@ is spread over the workers' bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -29,9 +29,6 @@ from manyhands.report.record import Line
 
 WINDOW = 0.05
 """Of the losses of a run: what a loss is averaged over, for one mini-batch says little."""
-
-MEASURED = ("accuracy", "loss")
-"""What a target may be given for."""
 
 Floats = NDArray[np.float64]
 
@@ -51,17 +48,26 @@ class Target:
         return values >= self.value if self.what == "accuracy" else values <= self.value
 
 
+BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "accuracy": ("> 0 and <= 1", lambda value: 0 < value <= 1),
+    "loss": ("> 0 and finite", lambda value: 0 < value < math.inf),
+}
+"""What can be a target, and which values make sense."""
+
+
 def parse_target(text: str) -> Target:
-    """What is meant by accuracy=0.95 or loss=0.1."""
-    what, _, given = (word.strip() for word in text.partition("="))
-    if what not in MEASURED:
-        raise unknown("measure of a target", what, MEASURED)
+    """The target of a text such as accuracy=0.95 or loss=0.1."""
+    what, equals, given = (word.strip() for word in text.partition("="))
+    if what not in BOUNDS:
+        raise unknown("measure for a target", what, BOUNDS)
+    if not equals or not given:
+        raise Refused(f"target is {text!r}, but must be {what}=VALUE")
     try:
         value = float(given)
     except ValueError:
-        raise Refused(f"the target is {text!r}, but must be like accuracy=0.95 or loss=0.1") from None
-    refuse_unless(math.isfinite(value), f"the target {what}", given, "a finite number")
-    refuse_unless(what != "accuracy" or 0 < value <= 1, "the target accuracy", value, "> 0 and <= 1")
+        raise Refused(f"{what} of the target is {given!r}, but must be a number") from None
+    bound, holds = BOUNDS[what]
+    refuse_unless(holds(value), f"{what} of the target", f"{value:g}", bound)
     return Target(what, value)
 
 

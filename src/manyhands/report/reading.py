@@ -88,6 +88,17 @@ def read(path: str | Path) -> Run:
     return run
 
 
+def records(path: str | Path) -> list[Path]:
+    """The records that a path names: one itself, that of a folder, or those of all folders in it."""
+    path = Path(path)
+    if not path.is_dir():
+        return [path]
+    found = [path / NAME] if (path / NAME).is_file() else sorted(path.rglob(NAME))
+    if not found:
+        raise Refused(f"{path} has no {NAME}, nor has a folder in it")
+    return found
+
+
 def _parsed(text: str, damaged: list[str]) -> Iterator[Line]:
     """Every line that is whole; the others are told."""
     for number, row in enumerate(text.splitlines(), 1):

@@ -1,0 +1,91 @@
+"""`manyhands report RUN...`: makes one page of the records of runs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from manyhands.cli.output import print_json
+from manyhands.cli.usage import parse
+from manyhands.core.errors import Refused
+
+if TYPE_CHECKING:
+    from manyhands.report.reading import Run
+
+ABOUT = """Make one page of the records of runs: tables, curves, where the time went, a timeline of every rank. It opens
+without a network. Beside it are the numbers of each chart as CSV files, and a trace for Perfetto.
+
+examples:
+  manyhands report runs/mine
+  manyhands report runs --out runs/all --target accuracy=0.95
+  manyhands report runs/a/record.jsonl runs/b --png --json"""
+
+
+def _option(text: str, default: str, metavar: str | None = None) -> Any:
+    return arg(help=text, metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass
+class Options:
+    """What `report` takes."""
+
+    runs: Annotated[list[Path], Positional, arg(metavar="RUN...", help="records, folders of runs, or folders of such")]
+    out: Annotated[Path | None, _option("where the report goes", "runs/report-TIME", "DIR")] = None
+    target: Annotated[str | None, _option("such as accuracy=0.95 or loss=0.1", "none", "MEASURE=VALUE")] = None
+    title: Annotated[str, _option("the heading", "methods and tasks", "TEXT")] = ""
+    png: FlagCreatePairsOff[Annotated[bool, _option("write the main figures as PNG files too", "no")]] = False
+    force: FlagCreatePairsOff[Annotated[bool, _option("write into a folder that is not empty", "no")]] = False
+    json: FlagCreatePairsOff[Annotated[bool, _option("print one JSON object instead of the path", "no")]] = False
+
+
+def run(argv: Sequence[str]) -> int:
+    """Read the records, write the report, say where it is."""
+    options = parse(Options, argv, "report", ABOUT)
+    from manyhands.report.measures import parse_target, totals
+    from manyhands.report.page import write_report
+
+    target = None if options.target is None else parse_target(options.target)
+    out = folder(options.out, options.force)
+    runs, left_out = gathered(options.runs)
+    page = write_report(runs, out, target=target, title=options.title, notes=left_out, png=options.png)
+    if options.json:
+        rows = [{"record": one.path, **totals(one, target), "warnings": one.warnings} for one in runs]
+        print_json({"report": page, "target": options.target, "runs": rows, "left_out": left_out})
+    else:
+        print(page)
+    return 0
+
+
+def folder(chosen: Path | None, force: bool) -> Path:
+    """Where the report goes; what is there already is not written over by accident."""
+    if chosen is None:
+        return Path("runs", time.strftime("report-%Y%m%d-%H%M%S"))
+    if chosen.exists() and not chosen.is_dir():
+        raise Refused(f"{chosen} is a file, but --out must be a folder")
+    if chosen.is_dir() and any(chosen.iterdir()) and not force:
+        raise Refused(f"{chosen} is not empty: --force writes the report into it all the same")
+    return chosen
+
+
+def gathered(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs of all records; what is wrong with any of them is said. What cannot be read at all is left out."""
+    from manyhands.report.reading import read, records
+
+    found, left_out = [], []
+    for record in dict.fromkeys(record for path in paths for record in records(path)):
+        try:
+            found.append(read(record))
+        except Refused as refusal:
+            left_out.append(f"left out: {refusal}")
+    said = left_out + [f"{one.path}: {text}" for one in found for text in one.warnings]
+    for text in said:
+        print(f"manyhands: {text}", file=sys.stderr)
+    if not found:
+        raise Refused("there is no record to report: none of those named can be read")
+    return found, left_out

@@ -1,0 +1,90 @@
+"""Where the time of each rank went: computing, encoding, sending, waiting, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, numbers
+from manyhands.report.groups import Group, Member, Section
+from manyhands.report.look import ACTIVITIES, PATTERNS, colour, share_text
+
+MOST_RANKS = 32
+"""Drawn of one run; the slowest ones."""
+ALL = "all methods"
+
+Row = Mapping[str, float]
+
+
+def spent(section: Section) -> Chart:
+    """First all methods side by side, then the ranks of each run."""
+    means = {group.name: row for group in section.groups if (row := _mean(group))}
+    views = [View(ALL, _stacked(list(means), list(means.values()), f"{section.seconds}, mean of all ranks"))]
+    parts = [_part(ALL, list(means), list(means.values()))]
+    for member in section.members:
+        rows = member.measures.spent()
+        if rows:
+            ranks, note = slowest(member)
+            names = [f"rank {rank}" for rank in ranks]
+            views.append(View(member.label, _stacked(names, [rows[rank] for rank in ranks], section.seconds), note))
+            parts.append(_part(member.label, [f"rank {rank}" for rank in rows], list(rows.values())))
+    return Chart(
+        "spent",
+        "Where the time went",
+        _summary(means),
+        Table(("shown", "bar", *(f"{name}, s" for name in ACTIVITIES)), parts),
+        views,
+        switch="Show",
+        about="Seconds inside steps. Waiting is for others: messages, barriers, locks. "
+        "Other is what is left, such as applying updates.",
+        many=True,
+    )
+
+
+def slowest(member: Member) -> tuple[list[int], str]:
+    """The ranks to draw, in their order, and a note if these are not all."""
+    scores = member.measures.stragglers()
+    if len(scores) <= MOST_RANKS:
+        return sorted(scores), ""
+    kept = sorted(scores, key=lambda rank: -scores[rank])[:MOST_RANKS]
+    return sorted(kept), f"Of {len(scores)} ranks the {MOST_RANKS} slowest are drawn."
+
+
+def _mean(group: Group) -> dict[str, float]:
+    rows = [row for member in group.members for row in member.measures.spent().values()]
+    return {name: fmean(row[name] for row in rows) for name in ACTIVITIES} if rows else {}
+
+
+def _part(label: str, names: list[str], rows: Sequence[Row]) -> Part:
+    return Part((label,), (names, *(numbers(row[name] for row in rows) for name in ACTIVITIES)))
+
+
+def _stacked(names: Sequence[str], rows: Sequence[Row], title: str) -> Figure:
+    """A bar for each name, the first one on top."""
+    bars = [escaped(name) for name in names]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": activity,
+            "y": bars,
+            "x": numbers(row[activity] for row in rows),
+            "marker": {"color": colour(place), "pattern": {"shape": PATTERNS[activity], "solidity": 0.25, "size": 7}},
+            "hovertemplate": f"%{{y}}<br>{activity} %{{x:.4g}} s<extra></extra>",
+        }
+        for activity, place in ACTIVITIES.items()
+    ]
+    layout = {
+        "barmode": "stack",
+        "bargap": 0.3,
+        "legend": {"orientation": "h", "traceorder": "normal"},
+        "xaxis": axis(title, rangemode="tozero"),
+        "yaxis": {"automargin": True, "autorange": "reversed", "type": "category"},
+        "height": 140 + 30 * max(len(bars), 3),
+    }
+    return {"data": data, "layout": layout}
+
+
+def _summary(means: Mapping[str, Row]) -> str:
+    shares = [f"{name} {share_text(row['wait'] / (sum(row.values()) or 1))}" for name, row in means.items()]
+    return f"Stacked bars of what ranks did; share of the time spent waiting: {', '.join(shares)}."

@@ -1,0 +1,68 @@
+"""Staleness: how many updates of others a gradient had missed when it was used, in shares of the steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import fmean
+
+from manyhands.report.chart import Chart, Part, Table, View, axis, escaped, number, numbers
+from manyhands.report.groups import Group, Section
+from manyhands.report.look import colour
+
+BINS = 40
+"""More bars than this are put together."""
+
+
+def staleness(section: Section) -> Chart:
+    """A histogram for each group."""
+    lags = {group.name: _lags(group) for group in section.groups}
+    most = max((max(some, default=0) for some in lags.values()), default=0)
+    width = most // BINS + 1
+    bins = list(range(0, most + 1, width))
+    ticks = [str(low) if width == 1 else f"{low} to {low + width - 1}" for low in bins]
+    parts, data = [], []
+    for group in section.groups:
+        shares = _shares(lags[group.name], bins, width)
+        parts.append(Part((group.name,), (ticks, shares)))
+        data.append(
+            {
+                "type": "bar",
+                "name": escaped(group.name),
+                "x": ticks,
+                "y": shares,
+                "marker": {"color": colour(group.place), "line": {"width": 0}},
+                "hovertemplate": f"{escaped(group.name)}<br>lag %{{x}}: %{{y:.1%}} of the steps<extra></extra>",
+            }
+        )
+    layout = {
+        "barmode": "group",
+        "bargap": 0.15,
+        "legend": {"orientation": "h"},
+        "xaxis": axis("lag, in updates", type="category"),
+        "yaxis": axis("share of steps", tickformat=".0%", rangemode="tozero"),
+        "height": 360,
+    }
+    return Chart(
+        "staleness",
+        "Staleness",
+        _summary(lags),
+        Table(("method", "lag", "share of steps"), parts),
+        [View("", {"data": data, "layout": layout})],
+        about="How many updates the weights had seen between being read for a gradient and receiving it.",
+    )
+
+
+def _lags(group: Group) -> list[int]:
+    return [lag for member in group.members for lag in member.measures.lags]
+
+
+def _shares(lags: list[int], bins: list[int], width: int) -> list[float | int]:
+    counts = Counter(lag // width * width for lag in lags)
+    return numbers(counts[low] / len(lags) for low in bins) if lags else [0 for _ in bins]
+
+
+def _summary(lags: dict[str, list[int]]) -> str:
+    means = ", ".join(
+        f"{name} {number(round(fmean(some), 2)):g} (at most {max(some)})" for name, some in lags.items() if some
+    )
+    return f"Bars of how stale gradients were; mean lag: {means}." if means else "Nobody took a step."

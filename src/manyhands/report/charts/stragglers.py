@@ -1,0 +1,64 @@
+"""Stragglers: each rank's median compute time, in times of the median rank's."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from manyhands.report.chart import Chart, Part, Table, View, axis, escaped, numbers
+from manyhands.report.groups import Group, Section
+from manyhands.report.look import count_text, marker
+
+
+def stragglers(section: Section) -> Chart:
+    """One marker for each rank and method; 1 is as fast as the others."""
+    scores = {group.name: _scores(group) for group in section.groups}
+    parts = [Part((name,), (list(some), numbers(some.values()))) for name, some in scores.items() if some]
+    data: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": escaped(group.name),
+            "x": list(scores[group.name]),
+            "y": numbers(scores[group.name].values()),
+            "marker": marker(group.place, size=10),
+            "hovertemplate": f"{escaped(group.name)}<br>rank %{{x}}: %{{y:.3g}} times<extra></extra>",
+        }
+        for group in section.groups
+        if scores[group.name]
+    ]
+    layout = {
+        "legend": {"orientation": "h"},
+        "xaxis": axis("rank", tickformat="d", **({"dtick": 1} if _most(scores) < 20 else {})),
+        "yaxis": axis("times the median", rangemode="tozero"),
+        "height": 320,
+    }
+    return Chart(
+        "stragglers",
+        "Stragglers",
+        _summary(scores),
+        Table(("method", "rank", "times the median"), parts),
+        [View("", {"data": data, "layout": layout})],
+        about="A rank at 2 computes twice as long for one mini-batch as the rank in the middle.",
+    )
+
+
+def _scores(group: Group) -> dict[int, float]:
+    """The median over seeds."""
+    found: dict[int, list[float]] = {}
+    for member in group.members:
+        for rank, score in member.measures.stragglers().items():
+            found.setdefault(rank, []).append(score)
+    return {rank: median(some) for rank, some in sorted(found.items())}
+
+
+def _most(scores: dict[str, dict[int, float]]) -> int:
+    return max((max(some, default=0) for some in scores.values()), default=0)
+
+
+def _summary(scores: dict[str, dict[int, float]]) -> str:
+    worst = max(((score, rank, name) for name, some in scores.items() for rank, score in some.items()), default=None)
+    if worst is None:
+        return "Nobody took a step."
+    slowest = f"the slowest is rank {worst[1]} of {worst[2]}, {count_text(worst[0])} times the median"
+    return f"Markers of how slow each rank computes; {slowest}."

@@ -1,0 +1,188 @@
+"""The page of a report: what records say, put into page.html beside page.css, page.js and the chart library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from manyhands import __version__
+from manyhands.report import repeat, summary
+from manyhands.report.chart import Chart, View
+from manyhands.report.groups import Section
+from manyhands.report.look import DARK, LIGHT, plural
+
+SHARED = 8
+"""Lists that are as long as this are kept once, however often they are drawn."""
+
+
+def page(title: str, sections: Sequence[Section], charts: Mapping[str, Sequence[Chart]], notes: Sequence[str]) -> str:
+    """The whole page as text."""
+    body = [_section(section, charts[section.slug]) for section in sections]
+    contents = [_link(section.slug, _heading(section)) for section in sections]
+    if len(sections) == 1:
+        contents = [_link(f"{sections[0].slug}-{chart.name}", chart.title) for chart in charts[sections[0].slug]]
+    return Template(_text("page.html")).substitute(
+        title=escape(title),
+        lead=escape(_lead(sections)),
+        contents="\n".join([*contents, _link("repeat", "How to repeat it")]),
+        body="\n".join([*body, _repeat(sections, notes)]),
+        css=_text("page.css"),
+        script=_text("page.js"),
+        library=_library(),
+        data=data(charts),
+    )
+
+
+def _text(name: str) -> str:
+    return (files("manyhands.report") / name).read_text(encoding="utf-8")
+
+
+def _library() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs()).replace("</script", "<\\/script")
+
+
+# -- what the script draws ------------------------------------------------------------------------------
+
+
+def data(charts: Mapping[str, Sequence[Chart]]) -> str:
+    """All charts as JSON that may stand inside a script: long lists once, and no `<`."""
+    shared = _Shared()
+    drawn = {f"{slug}-{chart.name}": _drawn(chart, shared) for slug, some in charts.items() for chart in some}
+    whole = {"light": LIGHT, "dark": DARK, "charts": drawn, "lists": shared.lists}
+    return json.dumps(whole, separators=(",", ":"), allow_nan=False, ensure_ascii=False).replace("<", "\\u003c")
+
+
+class _Shared:
+    """Lists that were seen before are referred to by their number."""
+
+    def __init__(self) -> None:
+        self.lists: list[list[Any]] = []
+        self._places: dict[tuple[Any, ...], int] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: self(one) for key, one in value.items()}
+        if not isinstance(value, list | tuple):
+            return value
+        if len(value) < SHARED or isinstance(value[0], dict | list):
+            return [self(one) for one in value]
+        place = self._places.setdefault(tuple(value), len(self.lists))
+        if place == len(self.lists):
+            self.lists.append(list(value))
+        return {"list": place}
+
+
+def _drawn(chart: Chart, shared: _Shared) -> dict[str, Any]:
+    views = [{"label": view.label, "note": view.note, **shared(view.figure)} for view in chart.views]
+    parts = [{"keys": part.keys, "columns": [shared(column) for column in part.columns]} for part in chart.table.parts]
+    return {"title": chart.title, "many": chart.many, "columns": chart.table.columns, "views": views, "parts": parts}
+
+
+# -- what stands on the page ----------------------------------------------------------------------------
+
+
+def _link(target: str, text: str) -> str:
+    return f'<li><a href="#{escape(target)}">{escape(text)}</a></li>'
+
+
+def _lead(sections: Sequence[Section]) -> str:
+    members = [member for section in sections for member in section.members]
+    failed = sum(member.run.failure is not None for member in members)
+    groups = plural(sum(len(section.groups) for section in sections), "method")
+    ended = f", {failed} of them without a result" if failed else ""
+    return f"{plural(len(members), 'run')} of {groups}{ended}. Made by manyhands {__version__}."
+
+
+def _heading(section: Section) -> str:
+    return f"{section.task}, {'in virtual time' if section.virtual else 'among real processes'}"
+
+
+def _section(section: Section, charts: Sequence[Chart]) -> str:
+    told = repeat.warnings(section.members)
+    warned = "".join(f"<li>{escape(text)}</li>" for text in told)
+    return "\n".join(
+        [
+            f'<section aria-labelledby="{section.slug}">',
+            f'<h2 id="{section.slug}">{escape(_heading(section))}</h2>',
+            f'<ul class="warning">{warned}</ul>' if told else "",
+            f'<div class="card">{_summary(section)}</div>',
+            *(_chart(section, chart) for chart in charts),
+            "</section>",
+        ]
+    )
+
+
+def _summary(section: Section) -> str:
+    shown = summary.columns(section)
+    head = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("method", "seeds", *(c.title for c in shown)))
+    rows = "".join(_summary_row(line) for line in summary.lines(section))
+    best = "the first to reach the target first" if section.target else "the best answer first"
+    caption = f"Medians over seeds, with the range below if there are several; {best}."
+    inside = f"<caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+    return _scrolling("Summary", f'<table class="summary">{inside}</table>')
+
+
+def _summary_row(line: summary.Line) -> str:
+    failure = f'<span class="failure">failed: {escape(line.failure)}</span>' if line.failure else ""
+    cells = "".join(f"<td>{escape(c.text)}{_spread(c.spread)}</td>" for c in line.cells)
+    return f'<tr><th scope="row">{escape(line.name)}{failure}</th><td>{escape(line.seeds)}</td>{cells}</tr>'
+
+
+def _spread(text: str) -> str:
+    return f'<span class="spread">{escape(text)}</span>' if text else ""
+
+
+def _scrolling(name: str, inside: str) -> str:
+    return f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">{inside}</div>'
+
+
+def _chart(section: Section, chart: Chart) -> str:
+    slug = f"{section.slug}-{chart.name}"
+    return f"""<section class="card" id="{slug}" aria-labelledby="{slug}-title">
+<h3 id="{slug}-title">{escape(chart.title)}</h3>
+<p class="about">{escape(chart.about)}</p>
+{_switch(slug, chart)}
+<figure aria-labelledby="{slug}-title">
+<ul class="legend" aria-label="Shown in the chart"></ul>
+<div class="plot" role="img" aria-label="{escape(chart.summary)}"></div>
+</figure>
+<p class="note" aria-live="polite"></p>
+<details><summary>Numbers of this chart</summary>
+<p><a href="data/{slug}.csv">All of them as CSV</a></p>
+{_scrolling(f"Numbers: {chart.title}", "")}
+</details>
+</section>"""
+
+
+def _switch(slug: str, chart: Chart) -> str:
+    if len(chart.views) < 2:
+        return ""
+    if chart.many:
+        options = "".join(f'<option value="{n}">{escape(view.label)}</option>' for n, view in enumerate(chart.views))
+        label = f'<label for="{slug}-view">{chart.switch}</label>'
+        return f'<p class="switch">{label} <select id="{slug}-view">{options}</select></p>'
+    choices = "".join(_choice(slug, n, view) for n, view in enumerate(chart.views))
+    return f'<fieldset class="switch"><legend>{chart.switch}</legend>{choices}</fieldset>'
+
+
+def _choice(slug: str, number: int, view: View) -> str:
+    checked = " checked" if number == 0 else ""
+    box = f'<input type="radio" name="{slug}-view" value="{number}"{checked}>'
+    return f"<label>{box}<span>{escape(view.label)}</span></label>"
+
+
+def _repeat(sections: Sequence[Section], notes: Sequence[str]) -> str:
+    told = repeat.facts([member for section in sections for member in section.members], notes)
+    rows = "".join(f"<dt>{escape(title)}</dt><dd>{_lines(said)}</dd>" for title, said in told)
+    inside = f'<h2 id="repeat">How to repeat it</h2><div class="card"><dl>{rows}</dl></div>'
+    return f'<section aria-labelledby="repeat">{inside}</section>'
+
+
+def _lines(said: Sequence[str]) -> str:
+    return "".join(f"<code>{escape(text)}</code>" for text in said)

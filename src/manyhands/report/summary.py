@@ -1,0 +1,107 @@
+"""The table at the head of a report: each group's medians over its seeds, the best first, failed runs at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyhands.report.groups import Group, Member, Section
+from manyhands.report.look import bytes_text, count_text, seconds_text, share_text
+
+Row = dict[str, Any]
+Show = Callable[[float | None], str]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure of `totals`, what it is called and how it is written."""
+
+    key: str
+    title: str
+    show: Show
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A median, and the range over seeds if there are several."""
+
+    text: str
+    spread: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row: a group's finished runs, or one failed run."""
+
+    name: str
+    seeds: str
+    cells: list[Cell]
+    failure: str = ""
+
+
+def columns(section: Section) -> list[Column]:
+    """What the table shows; a column that nobody has a value for is left out."""
+    s = "virtual s" if section.virtual else "s"
+    every = [
+        Column("seconds_to_target", f"time to {section.target}", seconds_text),
+        Column("accuracy", "accuracy", share_text),
+        Column("loss", "loss", count_text),
+        Column("seconds", "virtual time" if section.virtual else "time", seconds_text),
+        Column("samples_per_second", f"samples per {s}", count_text),
+        Column("bytes", "sent", bytes_text),
+        Column("mean_lag", "mean lag", count_text),
+        Column("max_lag", "most lag", count_text),
+        Column("waiting", "waiting", share_text),
+        Column("memory", "memory of a rank", bytes_text),
+    ]
+    rows = [section.total(member) for member in section.members]
+    wanted = [column for column in every if section.target is not None or column.key != "seconds_to_target"]
+    return [c for c in wanted if c.key == "seconds_to_target" or any(row[c.key] is not None for row in rows)]
+
+
+def lines(section: Section) -> list[Line]:
+    """All rows, in the order of the ranking."""
+    shown = columns(section)
+    done = [(group, [m for m in group.members if m.run.failure is None]) for group in section.groups]
+    ranked = sorted(((g, ms) for g, ms in done if ms), key=lambda pair: _rank(section, *pair))
+    failed = [member for member in section.members if member.run.failure is not None]
+    return [_finished(section, group, members, shown) for group, members in ranked] + [
+        _failed(section, member, shown) for member in failed
+    ]
+
+
+def _rank(section: Section, group: Group, members: Sequence[Member]) -> tuple[float, ...]:
+    """Lower is better: time to the target, then accuracy, then loss."""
+    rows = [section.total(member) for member in members]
+    middle = {key: group.middle([row[key] for row in rows]) for key in ("seconds_to_target", "accuracy", "loss")}
+    missed = sum(row["seconds_to_target"] is None for row in rows) if section.target else 0
+    orders = (missed, middle["seconds_to_target"], _minus(middle["accuracy"]), middle["loss"])
+    return tuple(math.inf if value is None else value for value in orders)
+
+
+def _minus(value: float | None) -> float | None:
+    return None if value is None else -value
+
+
+def _finished(section: Section, group: Group, members: Sequence[Member], shown: Sequence[Column]) -> Line:
+    rows = [section.total(member) for member in members]
+    seeds = ", ".join(str(member.run.seed) for member in sorted(members, key=lambda member: member.run.seed))
+    return Line(group.name, seeds, [_cell(column, [row[column.key] for row in rows], group) for column in shown])
+
+
+def _cell(column: Column, values: Sequence[float | None], group: Group) -> Cell:
+    found = [value for value in values if value is not None]
+    if not found:
+        return Cell("not reached" if column.key == "seconds_to_target" else "")
+    spread = f"{column.show(min(found))} to {column.show(max(found))}" if min(found) != max(found) else ""
+    if column.key == "seconds_to_target" and len(found) < len(values):
+        spread = f"{len(found)} of {len(values)} seeds{': ' if spread else ''}{spread}"
+    return Cell(column.show(group.middle(found)), spread)
+
+
+def _failed(section: Section, member: Member, shown: Sequence[Column]) -> Line:
+    row = section.total(member)
+    cells = [Cell(column.show(row[column.key])) for column in shown]
+    return Line(member.name, str(member.run.seed), cells, member.run.failure or "")

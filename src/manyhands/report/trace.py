@@ -1,0 +1,74 @@
+"""Traces: the timeline of all ranks in the format that Perfetto and chrome://tracing read.
+
+A process there is a host of a run, a thread is a rank. Times are microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from manyhands.report.groups import Member
+from manyhands.report.moments import incidents, segments
+
+Event = dict[str, Any]
+
+MICRO = 1e6
+DIGITS = 3
+"""Of a microsecond."""
+
+
+def trace(members: Sequence[Member]) -> dict[str, Any]:
+    """All runs in one object."""
+    events: list[Event] = []
+    pids: dict[tuple[int, int], int] = {}
+    for number, member in enumerate(members):
+        events += _events(number, member, pids)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(members: Sequence[Member], path: Path) -> None:
+    """The same in a file."""
+    path.write_text(json.dumps(trace(members), separators=(",", ":"), allow_nan=False), encoding="utf-8")
+
+
+def _events(number: int, member: Member, pids: dict[tuple[int, int], int]) -> Iterator[Event]:
+    hosts = {one["rank"]: one.get("host", 0) for one in member.run.header["participants"]}
+    hosts |= {rank: rank for rank in member.measures.by_rank if rank not in hosts}  # whoever came later
+    roles = {one["rank"]: one.get("role", "worker") for one in member.run.header["participants"]}
+    for host in sorted(set(hosts.values())):
+        pid = pids[number, host] = len(pids)
+        yield _name("process", pid, 0, f"{member.label}, host {host}")
+    place = {rank: {"pid": pids[number, host], "tid": rank} for rank, host in hosts.items()}
+    for rank, where in place.items():
+        yield _name("thread", where["pid"], rank, f"rank {rank} ({roles.get(rank, 'worker')})")
+    for line in member.run.steps:
+        for part in segments(line):
+            yield _span(part.activity, part.start, part.start + part.seconds, place[part.rank], step=part.step)
+    for line in member.run.pauses:
+        yield _span("pause", line["from"], line["to"], place.get(line["paused"], {"pid": 0, "tid": line["paused"]}))
+    for one in incidents(member.run):
+        where = place.get(one.rank, {"pid": pids[number, min(hosts.values())], "tid": one.rank})
+        yield {"ph": "i", "s": "t", "name": one.text, "cat": one.kind, "ts": _micro(one.at), **where}
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> Event:
+    return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _span(name: str, start: float, stop: float, where: dict[str, int], **args: Any) -> Event:
+    begin = _micro(start)
+    return {
+        "ph": "X",
+        "name": name,
+        "ts": begin,
+        "dur": round(max(0.0, _micro(stop) - begin), DIGITS),
+        **where,
+        "args": args,
+    }
+
+
+def _micro(at: float) -> float:
+    return round(at * MICRO, DIGITS)
