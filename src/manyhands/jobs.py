@@ -171,7 +171,7 @@ def _header(plan: Plan) -> dict[str, Any]:
         "task": plan.task.name,
         "method": str(recipe_of(plan.strategy)),
         "strategy": repr(plan.strategy),
-        "lockstep": plan.lockstep,
+        "bounded": plan.lockstep or bounds_clocks(plan.strategy),
         "world": where.world,
         "link": where.link if where.cluster is None else None,
         "cluster": None if where.cluster is None else asdict(where.cluster),
@@ -187,6 +187,12 @@ def _header(plan: Plan) -> dict[str, Any]:
         "participants": [{"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(where.roles)],
         "made": provenance(),
     }
+
+
+def bounds_clocks(strategy: Strategy) -> bool:
+    """Whether workers wait for the slowest one, sooner or later."""
+    when = getattr(strategy, "when", None)
+    return bool(getattr(when, "bounds_clocks", False))
 
 
 def _result(plan: Plan, ran: Ran, record: Record, began: float) -> Result:

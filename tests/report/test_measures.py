@@ -10,10 +10,10 @@ from manyhands.report.reading import of_lines
 from report.written import end, evaluated, header, paused, step
 
 
-def two_ranks(lockstep=True, servers=0):
+def two_ranks(bounded=True, servers=0):
     """Rank 0 steps in 1 s, rank 1 in 2 s; everyone pauses once, from 2 s or 4 s to 10 s."""
     return [
-        header(workers=2, lockstep=lockstep, servers=servers),
+        header(workers=2, bounded=bounded, servers=servers),
         step(0, 1, 0.0, 1.0, loss=4.0, bytes=100),
         step(0, 2, 1.0, 2.0, loss=3.0, bytes=200),
         step(1, 1, 0.0, 4.0, loss=2.0, bytes=100, lag=3),
@@ -34,7 +34,7 @@ def test_in_lock_step_a_rest_begins_when_the_last_one_rests():
 
 
 def test_else_it_begins_when_the_average_of_the_work_rests():
-    m = Measures(of_lines(two_ranks(lockstep=False)))
+    m = Measures(of_lines(two_ranks(bounded=False)))
     begin = (3 * 2.0 + 2 * 4.0) / 5  # rank 0 has taken three of the five steps
     assert m.rests == [(begin, 10.0)]
     assert m.seconds == 14.5 - (10.0 - begin)

@@ -1,10 +1,10 @@
 """Lines of records, written by hand."""
 
 
-def header(workers=1, replicas=None, servers=0, method="bsp", task="digits", seed=0, lockstep=True, **more):
+def header(workers=1, replicas=None, servers=0, method="bsp", task="digits", seed=0, bounded=True, **more):
     people = [{"role": "worker" if rank < workers else "server", "rank": rank, "host": 0} for rank in range(workers)]
     facts = {"format": 1, "task": task, "method": method, "world": "virtual", "workers": workers, "servers": servers}
-    facts |= {"replicas": workers if replicas is None else replicas, "seed": seed, "lockstep": lockstep, "steps": 10}
+    facts |= {"replicas": workers if replicas is None else replicas, "seed": seed, "bounded": bounded, "steps": 10}
     return {**facts, "participants": people, "remarks": [], "cluster": None, **more}
 
 

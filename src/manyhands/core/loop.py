@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from manyhands.core.meeting import meet
 from manyhands.core.protocols import (
     Batch,
     Finishes,
+    Looks,
     Notes,
     Rests,
     Saved,
@@ -192,6 +194,33 @@ def _pause(job: Job, w: Worker, strategy: Strategy, segment: Segment) -> None:
     if not saves and not evaluates:
         return
     began, sent = w.transport.now(), w.transport.bytes_sent
+    evaluate = partial(_evaluate, job, w, segment.stop) if evaluates else None
+    if not saves and isinstance(strategy, Looks) and strategy.looks:
+        _look(w, strategy, evaluate)
+    else:
+        _rest(job, w, strategy, None if stopped else segment.stop, evaluate, saves)
+    job.observe({"paused": w.rank, "from": began, "to": w.transport.now(), "bytes": w.transport.bytes_sent - sent})
+
+
+Evaluate = Callable[[Weights, Weights], None]
+
+
+def _evaluate(job: Job, w: Worker, step: int, weights: Weights, buffers: Weights) -> None:
+    assert job.evaluate is not None
+    found = job.evaluate(weights, buffers)
+    job.observe({"evaluated": step, "time": w.transport.now(), "accuracy": found})
+
+
+def _look(w: Worker, strategy: Looks, evaluate: Evaluate | None) -> None:
+    """Everyone waits between two steps; the lead reads the weights where they are, and nothing else changes."""
+    gathered = _gather_buffers(w)
+    if gathered is not None and evaluate is not None:
+        evaluate(strategy.look(w), _merged(gathered))
+    meet(w)
+
+
+def _rest(job: Job, w: Worker, strategy: Strategy, step: int | None, evaluate: Evaluate | None, saves: bool) -> None:
+    """Everyone rests, so that nothing is in flight; without a `step` what is saved is as far as they have come."""
     if isinstance(strategy, Rests):
         strategy.rest(w)
     state = strategy.state(w) if saves and isinstance(strategy, Saves) else None
@@ -199,16 +228,14 @@ def _pause(job: Job, w: Worker, strategy: Strategy, segment: Segment) -> None:
     gathered = _gather_buffers(w)
     if weights is not None and gathered is not None:
         if job.save is not None and state is not None:
-            job.save(_snapshot(None if stopped else segment.stop, w, strategy, weights, state, gathered))
-        if job.evaluate is not None and evaluates:
-            found = job.evaluate(weights, _merged(gathered))
-            job.observe({"evaluated": segment.stop, "time": w.transport.now(), "accuracy": found})
+            job.save(_snapshot(step, w, strategy, weights, state, gathered))
+        if evaluate is not None:
+            evaluate(weights, _merged(gathered))
     meet(w)
     if saves:
         _draw_anew(w)
     if isinstance(strategy, Rests):
         strategy.go_on(w)
-    job.observe({"paused": w.rank, "from": began, "to": w.transport.now(), "bytes": w.transport.bytes_sent - sent})
 
 
 def _snapshot(

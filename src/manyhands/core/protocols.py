@@ -402,6 +402,18 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
+class Looks(Protocol):
+    """A strategy whose weights can be read between two steps of all workers without anybody resting."""
+
+    @property
+    def looks(self) -> bool:
+        """Whether they can with these knobs."""
+
+    def look(self, w: Worker) -> Weights:
+        """The weights to evaluate; only one worker calls it, while no other is in a step."""
+
+
+@runtime_checkable
 class Applies(Protocol):
     """A strategy that moves the weights by a rule."""
 

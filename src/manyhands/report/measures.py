@@ -4,7 +4,7 @@ Time here is training time: what everyone rested for an evaluation or a checkpoi
 
     rank 0   ====step====|.......... rest ...........|====step====
     rank 1   =========step=========|...... rest .....|===step===
-                                   [    left out     ]    in lock step, where all wait for the last one anyway
+                                   [    left out     ]    if all wait for the last one anyway, sooner or later
                               [       left out       ]    else, from when on the average of their work they rest
 
 Samples are those of the whole job. Bytes are those of all ranks: servers tell theirs only at the end, so what they sent
@@ -110,7 +110,7 @@ class Measures:
 
     def _begin(self, pauses: Sequence[Line]) -> float:
         """When a rest begins for the job as a whole."""
-        if self.run.header.get("lockstep", True):
+        if self.run.header.get("bounded", True):
             return max(float(one["from"]) for one in pauses)
         work = [len(self.by_rank.get(one["paused"], ())) for one in pauses]
         return sum(n * float(one["from"]) for n, one in zip(work, pauses, strict=True)) / max(1, sum(work))

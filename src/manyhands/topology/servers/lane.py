@@ -38,6 +38,9 @@ class Lane(Protocol):
     def exchange(self, payload: Payload, alpha: float) -> Payload:
         """The elastic move: hand over where this worker is, get how far the shard's weights came; both encoded."""
 
+    def look(self, into: Sequence[Tensor]) -> None:
+        """Read the weights as they are, without being admitted, while no worker is in a step; it counts as no read."""
+
     def done(self) -> None:
         """This worker will not come again."""
 

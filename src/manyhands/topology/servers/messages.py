@@ -5,6 +5,7 @@ worker                          keeper
   <-----------------  WEIGHTS (version, lag)
   PUSH (version seen) ---------->  push: apply, free the parked
   DONE  ------------------------>  leave
+  LOOK  ------------------------>  answered SEEN (the weights as they are), which changes nothing
   FINAL ------------------------>  answered LAST (the weights) when all are done
 
 Around a checkpoint workers rest: they have left, but will be back.
@@ -47,9 +48,10 @@ EXCHANGE, MOVED = Tag("exchange", carries="vectors"), Tag("moved", carries="vect
 REST, JOIN, READY = Tag("rest", carries="nothing"), Tag("join", carries="nothing"), Tag("ready", carries="nothing")
 SAVE, STATE, RESTORE = Tag("save", carries="nothing"), Tag("state"), Tag("restore")
 LAST = Tag("last-weights", carries="floats")
+LOOK, SEEN = Tag("look", carries="nothing"), Tag("seen-weights", carries="floats")
 ORDER = Tag("next-update", credit=64, carries="nothing")
 
-AT_WORK = PUSH, ASK, EXCHANGE, DONE, REST, JOIN, RESTORE, ORDER
+AT_WORK = PUSH, ASK, EXCHANGE, DONE, REST, JOIN, RESTORE, ORDER, LOOK
 AT_REST = FINAL, SAVE
 """What a keeper answers at any time, and what it answers only while everyone rests."""
 
@@ -177,6 +179,8 @@ class Keeper:
             self._exchange(message)
         elif tag == DONE:
             self._answer(shard.leave(i))
+        elif tag == LOOK:
+            self._post.send(message.frm, SEEN, tensors=self._weights())
         else:
             self._handle_checkpoint(message, i)
 
@@ -293,6 +297,12 @@ class MessageLane:
         self._post.send(self._keeper, EXCHANGE, (alpha, *lengths_of(payload)), tuple(chain(*payload)))
         message = recv(self._post, MOVED, frm=self._keeper)
         return regroup(message.keep(), message.meta)
+
+    def look(self, into: Sequence[Tensor]) -> None:
+        self._say(LOOK)
+        message = self._hear(SEEN)
+        _copy(message.tensors, into)
+        message.release()
 
     def done(self) -> None:
         self._say(DONE)

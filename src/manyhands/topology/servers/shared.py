@@ -193,13 +193,16 @@ class SharedLane:
             freed = self._shard.leave(self._me)
         self._wake_up(freed)
 
-    def final(self, into: Sequence[Tensor]) -> None:
-        self._hear_losses()
+    def look(self, into: Sequence[Tensor]) -> None:
         with self._t.lock(self._name):
-            self._has = -1
             for x, h in zip(into, self._shard.holdings, strict=True):
                 x.copy_(h.weights)
             self._w.move(self._shard.nbytes)
+
+    def final(self, into: Sequence[Tensor]) -> None:
+        self._hear_losses()
+        self._has = -1
+        self.look(into)
 
     def rest(self) -> None:
         self.done()
