@@ -49,24 +49,12 @@ def numbers(line):
 FIGURE = {"data": [{"type": "bar", "x": ["a < b"], "y": [1.5]}], "layout": {"title": {"text": "</script>"}}}
 
 
-def test_without_plotly_a_page_has_the_numbers_of_its_figure(script, tmp_path, monkeypatch):
-    drawing = script("_drawing")
-    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
-    said = drawing.draw(FIGURE, tmp_path / "new" / "page.html")
+def test_a_page_has_everything_it_needs(script, tmp_path):
+    said = script("_drawing").draw(FIGURE, tmp_path / "new" / "page.html")
     page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
-    assert "plotly is not installed" in said
-    assert json.loads(unescape(re.search(r"<pre[^>]*>(.*)</pre>", page, re.S)[1])) == FIGURE
-
-
-def test_with_plotly_a_page_has_everything_it_needs(script, tmp_path, monkeypatch):
-    drawing = script("_drawing")
-    monkeypatch.setattr(drawing, "find_spec", lambda name: True)
-    monkeypatch.setattr(drawing, "import_module", lambda name: SimpleNamespace(get_plotlyjs=lambda: "/* plotly */"))
-    said = drawing.draw(FIGURE, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert said == f"figure {tmp_path / 'page.html'}"
-    assert page.count("</script>") == 2 and "/* plotly */" in page and "src=" not in page
-    assert json.loads(re.search(r"const figure = (.*); Plotly", page, re.S)[1]) == FIGURE
+    assert said == f"figure {tmp_path / 'new' / 'page.html'}"
+    assert "Plotly.newPlot" in page and not re.search(r"<(script|link)[^>]*(src|href)=", page)
+    assert json.loads(re.search(r'application/json">(.*?)</script>', page, re.S)[1]) == FIGURE
 
 
 # -- parameter sharding -----------------------------------------------------------------------------

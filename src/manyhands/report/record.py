@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -59,11 +59,13 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON can carry; a number that is not finite becomes null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+    """A value that JSON can carry; a number that is not finite becomes null, and what nobody foresaw a text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
