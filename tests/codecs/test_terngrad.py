@@ -40,10 +40,10 @@ def test_the_mean_is_right(dtype):
 def test_it_clips_before_it_scales(dtype):
     g = torch.tensor(G, dtype=dtype)
     sigma = 0.24166091947189142
-    assert TernGrad(clip=2.5).scale(g).item() == pytest.approx(0.4), "2.5 σ = 0.604152 is more than any"
-    assert TernGrad(clip=1.0).scale(g).item() == pytest.approx(sigma)
+    assert TernGrad(clip=2.5).scale(g, None).item() == pytest.approx(0.4), "2.5 σ = 0.604152 is more than any"
+    assert TernGrad(clip=1.0).scale(g, None).item() == pytest.approx(sigma)
     for none in 0, math.inf:
-        assert TernGrad(clip=none).scale(g).item() == pytest.approx(0.4)
+        assert TernGrad(clip=none).scale(g, None).item() == pytest.approx(0.4)
     sent = through(TernGrad(clip=1.0), g)
     assert sent[1].item() == pytest.approx(-sigma), "whatever is clipped is always sent"
 
@@ -71,16 +71,16 @@ def test_two_values_are_exact():
 def test_workers_can_share_a_scale():
     torch.manual_seed(0)
     codec, gradients = TernGrad(clip=2.5), [torch.randn(4001) * spread for spread in (1, 3)]
-    scale = torch.stack([codec.scale(g) for g in gradients]).max()
+    scale = torch.stack([codec.scale(g, None) for g in gradients]).max()
     s = float(scale)
     total = torch.zeros(4001)
     for g in gradients:
-        payload = codec.encode_at(g, scale)
+        payload = codec.encode_at(g, None, scale)
         assert payload[1].tolist() == [s]
         out = torch.empty(4001)
         codec.decode(payload, out)
         assert set(out.unique().tolist()) == {-s, 0, s}
-        clipped = g.clamp(-codec.scale(g), codec.scale(g))
+        clipped = g.clamp(-codec.scale(g, None), codec.scale(g, None))
         assert abs((out - clipped).mean()) < 5 * math.sqrt(s**2 / 4001), "each is clipped at its own level"
         total += out
     assert len(total.unique()) == 5, "2 P + 1 levels"
@@ -92,7 +92,7 @@ def test_its_own_scale_changes_nothing():
         torch.manual_seed(1)
         alone = codec.encode(x, None)
         torch.manual_seed(1)
-        assert all(map(torch.equal, alone, codec.encode_at(x, codec.scale(x))))
+        assert all(map(torch.equal, alone, codec.encode_at(x, None, codec.scale(x, None))))
 
 
 def test_without_clipping_it_is_qsgd_with_one_level():

@@ -56,6 +56,7 @@ PLAIN = (
         "one bit": OneBit(),
         "one bit in blocks": OneBit(100),
         "ternary, clipped": TernGrad(),
+        "ternary, at one scale": TernGrad(shared=True),
         "by layer": ByLayer(OneBit(), least=50),
         "warming up": WarmUp(TopK(0.01), 10),
     }

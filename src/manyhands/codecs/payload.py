@@ -71,6 +71,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def no_scale(x: Tensor) -> Tensor:
+    """The scale of nothing, or of something that has no values."""
+    return torch.zeros(1, dtype=wide(x.dtype), device="meta" if x.is_meta else "cpu")
+
+
 def row(x: Tensor) -> Tensor:
     """All numbers of a tensor as a plain row to compute with; itself if it is one."""
     return x.detach().to("cpu", wide(x.dtype)).reshape(-1)
