@@ -43,7 +43,7 @@ def many(kind, numel):
 
 
 KINDS = ["random", "tied", "close", "wide", "tiny", "zero"]
-LENGTHS = [1, 2, 7, 64, 65, 1003, 4099]
+LENGTHS = [1, 2, 7, 64, 65, 1003, 4099, 12_345]
 
 finite = pytest.mark.parametrize("kind", KINDS)
 lengths = pytest.mark.parametrize("numel", LENGTHS)
@@ -138,7 +138,7 @@ def test_who_reaches_a_threshold(with_or_without_kernels):
 
 @finite
 @lengths
-@pytest.mark.parametrize("block", [1, 7, 64, 100, 5000])
+@pytest.mark.parametrize("block", [1, 7, 64, 100, 1024, 2048, 5000])
 def test_signs_and_means_are_the_same(kernels, kind, numel, block):
     x = many(kind, numel)
     coded = native.signs(x, block)
