@@ -155,12 +155,12 @@ class Sender:
         """What travels for a stretch of a vector like a whole part; of a model of sizes only that many bytes."""
         w, (_, start, stop) = self._w, span
         x, codec = vector[start:stop], self._codec(span)
-        nbytes = codec.nbytes(x)
-        if nbytes != x.nbytes:
+        changes = not isinstance(codec, Rounds) or codec.rounding(x.dtype) > 0
+        if changes:
             w.move(x.nbytes)
         if x.is_meta:
-            return (torch.empty(nbytes, dtype=torch.uint8, device="meta"),)
-        if nbytes != x.nbytes:
+            return (torch.empty(codec.nbytes(x), dtype=torch.uint8, device="meta"),)
+        if changes:
             if scale is None:
                 self._check(vector, span)
             w.seed_torch(w.rank, w.step, hash((self._key, *span)))
