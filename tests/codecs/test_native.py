@@ -172,6 +172,20 @@ def test_stretches_do_not_show(kernels, monkeypatch):
     assert native.reaching(x, 1.0, 700).tolist() == fallback.reaching(x, 1.0, 700).tolist()
 
 
+def test_stretches_do_not_show_where_signs_are_read(kernels, monkeypatch):
+    x, ours, theirs = many("random", 3001), torch.empty(3001), torch.empty(3001)
+    monkeypatch.setattr(fallback, "STRETCH", 64)
+    for block in 40, 100, 5000:
+        bits, means = native.signs(x, block)
+        native.unsign(bits, block, means, ours)
+        fallback.unsign(bits, block, means, theirs)
+        same([ours], [theirs])
+    bits, means = native.column_signs(x[:2970], 99, 30)
+    native.column_unsign(bits, 99, 30, means, ours[:2970])
+    fallback.column_unsign(bits, 30, means, theirs[:2970])
+    same([ours[:2970]], [theirs[:2970]])
+
+
 def test_means_by_hand(with_or_without_kernels):
     x = torch.tensor([1.0, -2.0, 3.0, -0.0, -4.0, -5.0, 6.0])
     bits, means = native.signs(x, 4)

@@ -63,6 +63,14 @@ def test_nothing_stays_nothing(numel):
     assert all(code == 0b01010101 for code in codes.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_numbers_whose_squares_are_none_are_not_clipped(dtype):
+    x = torch.full((100,), torch.finfo(dtype).max ** 0.75, dtype=dtype)
+    x[::3] = 0
+    assert torch.equal(TernGrad().scale(x, None), x.max().view(1))
+    assert torch.equal(through(TernGrad(), x), x)
+
+
 def test_two_values_are_exact():
     x = torch.tensor([0.7, -0.7] * 50_000)
     assert torch.equal(through(TernGrad(clip=0), x), x), "a chance of 1 is one"

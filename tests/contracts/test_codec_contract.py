@@ -215,6 +215,15 @@ def test_strides_do_not_matter(codec, dtype):
 
 
 @of(CODECS)
+@dtypes
+def test_strides_of_a_payload_do_not_matter_either(codec, dtype):
+    (x,) = vectors(1, 210, dtype)
+    payload = encoded(codec, x, codec.memory(x))
+    scattered = [part.repeat_interleave(3)[::3] for part in payload]
+    assert torch.equal(decoded(codec, scattered, x), decoded(codec, payload, x))
+
+
+@of(CODECS)
 def test_who_remembers(codec):
     x = torch.ones(5, dtype=torch.float64)
     memory = codec.memory(x)

@@ -16,11 +16,11 @@ Row = tuple[int, torch.dtype]
 
 
 def expect(payload: Payload, *rows: Row) -> tuple[Tensor, ...]:
-    """The tensors of a payload, if they are as many, as long and of the kinds that they must be; flat."""
+    """The tensors of a payload, if they are as many, as long and of the kinds that they must be; as plain rows."""
     came = [(x.numel(), x.dtype) for x in payload]
     if came != list(rows):
         raise BadPayload(f"a payload of {_words(came)} came, but must be {_words(rows)}")
-    return tuple(x.reshape(-1) for x in payload)
+    return tuple(x.reshape(-1).contiguous() for x in payload)
 
 
 def pairs_in(payload: Payload, out: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,8 @@ class TernGrad:
         x = row(x)
         sums, most = moments(x)
         mean, square = (sums.double().sum(0) / x.numel()).tolist()
-        variance = square - mean**2
-        clips = 0 < self.clip < inf and variance > 1e-4 * mean**2
+        variance = square - mean * mean
+        clips = 0 < self.clip < inf and 1e-4 * mean * mean < variance < inf
         return torch.tensor([min(most, self.clip * sqrt(variance)) if clips else most], dtype=x.dtype)
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
