@@ -1,6 +1,6 @@
 """Encoding and decoding 25 MB by one thread, in multiples of copying them.
 
-sign             one bit with two means per block of 256 numbers
+sign             one bit with two means per block of 4096 numbers
 topk             the largest 1 %, exactly
 qsgd4            QSGD with 7 levels, 4 bits for a number
 ternary          TernGrad with clipping, 2 bits for a number

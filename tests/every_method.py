@@ -18,6 +18,7 @@ VARIANTS = {
     "gossip by push": functools.partial(mh.gossip, mode="push"),
     "gossip in pairs": functools.partial(mh.gossip, mode="pairwise"),
     "ssp with a cache": functools.partial(mh.ssp, cache=True, lr=0.03),
+    "terngrad with one scale": functools.partial(mh.terngrad, shared_scale=True),
 }
 """Other loops behind the same names."""
 EVERY = METHODS | VARIANTS

@@ -43,7 +43,7 @@ def many(kind, numel):
 
 
 KINDS = ["random", "tied", "close", "wide", "tiny", "zero"]
-LENGTHS = [1, 2, 7, 64, 65, 1003, 4099]
+LENGTHS = [1, 2, 7, 64, 65, 1003, 4099, 12_345]
 
 finite = pytest.mark.parametrize("kind", KINDS)
 lengths = pytest.mark.parametrize("numel", LENGTHS)
@@ -138,7 +138,7 @@ def test_who_reaches_a_threshold(with_or_without_kernels):
 
 @finite
 @lengths
-@pytest.mark.parametrize("block", [1, 7, 64, 100, 5000])
+@pytest.mark.parametrize("block", [1, 7, 64, 100, 1024, 2048, 5000])
 def test_signs_and_means_are_the_same(kernels, kind, numel, block):
     x = many(kind, numel)
     coded = native.signs(x, block)
@@ -170,6 +170,20 @@ def test_stretches_do_not_show(kernels, monkeypatch):
     same([norms], [fallback.norms(x, 40, "l2")])
     same([codes], [fallback.quantise(x, 40, norms, INF, 7, 4, SEEDS)])
     assert native.reaching(x, 1.0, 700).tolist() == fallback.reaching(x, 1.0, 700).tolist()
+
+
+def test_stretches_do_not_show_where_signs_are_read(kernels, monkeypatch):
+    x, ours, theirs = many("random", 3001), torch.empty(3001), torch.empty(3001)
+    monkeypatch.setattr(fallback, "STRETCH", 64)
+    for block in 40, 100, 5000:
+        bits, means = native.signs(x, block)
+        native.unsign(bits, block, means, ours)
+        fallback.unsign(bits, block, means, theirs)
+        same([ours], [theirs])
+    bits, means = native.column_signs(x[:2970], 99, 30)
+    native.column_unsign(bits, 99, 30, means, ours[:2970])
+    fallback.column_unsign(bits, 30, means, theirs[:2970])
+    same([ours[:2970]], [theirs[:2970]])
 
 
 def test_means_by_hand(with_or_without_kernels):

@@ -3,18 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from round_trip import through
 
 from manyhands.codecs import Rice, Strom, rice
 from manyhands.codecs.streams import to_bytes
 from manyhands.core.errors import BadPayload, Refused
 
 STEPS = [([0.3, -0.7, 0.1, 1.2], [3, 6], [0, -0.5, 0, 0.5]), ([0.3, -0.1, 0.1, 0.1], [0, 6], [0.5, 0, 0, 0.5])]
-
-
-def through(codec, x, memory):
-    out = torch.full_like(x, torch.nan)
-    codec.decode(codec.encode(x, memory), out)
-    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -40,10 +40,10 @@ def test_the_mean_is_right(dtype):
 def test_it_clips_before_it_scales(dtype):
     g = torch.tensor(G, dtype=dtype)
     sigma = 0.24166091947189142
-    assert TernGrad(clip=2.5).scale(g).item() == pytest.approx(0.4), "2.5 σ = 0.604152 is more than any"
-    assert TernGrad(clip=1.0).scale(g).item() == pytest.approx(sigma)
+    assert TernGrad(clip=2.5).scale(g, None).item() == pytest.approx(0.4), "2.5 σ = 0.604152 is more than any"
+    assert TernGrad(clip=1.0).scale(g, None).item() == pytest.approx(sigma)
     for none in 0, math.inf:
-        assert TernGrad(clip=none).scale(g).item() == pytest.approx(0.4)
+        assert TernGrad(clip=none).scale(g, None).item() == pytest.approx(0.4)
     sent = through(TernGrad(clip=1.0), g)
     assert sent[1].item() == pytest.approx(-sigma), "whatever is clipped is always sent"
 
@@ -63,6 +63,14 @@ def test_nothing_stays_nothing(numel):
     assert all(code == 0b01010101 for code in codes.tolist())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_numbers_whose_squares_are_none_are_not_clipped(dtype):
+    x = torch.full((100,), torch.finfo(dtype).max ** 0.75, dtype=dtype)
+    x[::3] = 0
+    assert torch.equal(TernGrad().scale(x, None), x.max().view(1))
+    assert torch.equal(through(TernGrad(), x), x)
+
+
 def test_two_values_are_exact():
     x = torch.tensor([0.7, -0.7] * 50_000)
     assert torch.equal(through(TernGrad(clip=0), x), x), "a chance of 1 is one"
@@ -71,16 +79,16 @@ def test_two_values_are_exact():
 def test_workers_can_share_a_scale():
     torch.manual_seed(0)
     codec, gradients = TernGrad(clip=2.5), [torch.randn(4001) * spread for spread in (1, 3)]
-    scale = torch.stack([codec.scale(g) for g in gradients]).max()
+    scale = torch.stack([codec.scale(g, None) for g in gradients]).max()
     s = float(scale)
     total = torch.zeros(4001)
     for g in gradients:
-        payload = codec.encode_at(g, scale)
+        payload = codec.encode_at(g, None, scale)
         assert payload[1].tolist() == [s]
         out = torch.empty(4001)
         codec.decode(payload, out)
         assert set(out.unique().tolist()) == {-s, 0, s}
-        clipped = g.clamp(-codec.scale(g), codec.scale(g))
+        clipped = g.clamp(-codec.scale(g, None), codec.scale(g, None))
         assert abs((out - clipped).mean()) < 5 * math.sqrt(s**2 / 4001), "each is clipped at its own level"
         total += out
     assert len(total.unique()) == 5, "2 P + 1 levels"
@@ -92,7 +100,7 @@ def test_its_own_scale_changes_nothing():
         torch.manual_seed(1)
         alone = codec.encode(x, None)
         torch.manual_seed(1)
-        assert all(map(torch.equal, alone, codec.encode_at(x, codec.scale(x))))
+        assert all(map(torch.equal, alone, codec.encode_at(x, None, codec.scale(x, None))))
 
 
 def test_without_clipping_it_is_qsgd_with_one_level():

@@ -56,6 +56,7 @@ PLAIN = (
         "one bit": OneBit(),
         "one bit in blocks": OneBit(100),
         "ternary, clipped": TernGrad(),
+        "ternary, at one scale": TernGrad(shared=True),
         "by layer": ByLayer(OneBit(), least=50),
         "warming up": WarmUp(TopK(0.01), 10),
     }
@@ -211,6 +212,15 @@ def test_strides_do_not_matter(codec, dtype):
     out = torch.full((15, 14), 7, dtype=dtype).t()
     codec.decode(payload, out)
     assert torch.equal(out, decoded(codec, payload, x))
+
+
+@of(CODECS)
+@dtypes
+def test_strides_of_a_payload_do_not_matter_either(codec, dtype):
+    (x,) = vectors(1, 210, dtype)
+    payload = encoded(codec, x, codec.memory(x))
+    scattered = [part.repeat_interleave(3)[::3] for part in payload]
+    assert torch.equal(decoded(codec, scattered, x), decoded(codec, payload, x))
 
 
 @of(CODECS)

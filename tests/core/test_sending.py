@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.codecs import Feedback, Half, Raw, TopK
+from manyhands.codecs import Feedback, Half, Raw, SampledTopK, TopK
 from manyhands.core.errors import BadPayload, Diverged, Refused
 from manyhands.core.flat import Span
 from manyhands.core.sending import Pieces, Sender, check_rounds, over
@@ -133,6 +133,17 @@ def test_a_number_that_is_none_is_named_not_encoded_away(codec, value):
         with_worker(lambda w: Sender(w, codec).encode(x, WHOLE), step=3)
     where = "on rank 0 at step 3: training diverged"
     assert str(told.value).startswith(f"a number to be sent for b is {value} {where}")
+
+
+def test_a_codec_is_watched_over_also_if_its_payload_is_as_large_as_the_vector():
+    """Half of the numbers, each with where it stands, are as many bytes as all of them."""
+    x = torch.arange(1.0, 31.0)
+    assert SampledTopK(0.5).nbytes(x) == x.nbytes
+    first, again = (with_worker(lambda w: Sender(w, SampledTopK(0.5, 0.1)).encode(x, Span(0, 0, 30))) for _ in range(2))
+    assert all(map(torch.equal, first, again)), "chance follows from the seed"
+    x[14] = math.nan
+    with pytest.raises(Diverged, match="a number to be sent for b is nan"):
+        with_worker(lambda w: Sender(w, TopK(0.5)).encode(x, Span(0, 0, 30)))
 
 
 def test_numbers_whose_sum_is_too_large_are_numbers():

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands import rules
-from manyhands.codecs import Feedback, Half, TopK
+from manyhands.codecs import ByLayer, Feedback, Half, TernGrad, TopK, WarmUp
 from manyhands.tasks import load
 
 from .small import METHODS, SERVED, model, steps_of, task
@@ -44,7 +44,7 @@ def cluster(**settings):
 
 # -- knobs ------------------------------------------------------------------------------------------
 
-HALF, TOP = Half(), TopK(0.1)
+HALF, TOP, ONE_SCALE = Half(), TopK(0.1), TernGrad(shared=True)
 KNOBS = [
     (make(mh.ssp, staleness=-1), "staleness is -1, but must be >= 0"),
     (make(mh.easgd, center_rate=1.5), "center_rate is 1.5, but must be 0 to 1"),
@@ -54,6 +54,8 @@ KNOBS = [
     (make(mh.d_psgd, codec=TopK(0.1)), f"codec is {TopK(0.1)}, but must be one that sends every number"),
     (make(mh.ad_psgd, codec=TopK(0.1)), f"codec is {TopK(0.1)}, but must be one that sends every number"),
     (make(mh.gossip, codec=TopK(0.1)), f"codec is {TopK(0.1)}, but must be one that sends every number"),
+    (make(mh.ssp, codec=ONE_SCALE), f"codec is {ONE_SCALE}, but must be one with a scale of its own"),
+    (make(mh.downpour, codec=WarmUp(ByLayer(TOP, 9, ONE_SCALE), 5)), "but must be one with a scale of its own"),
     (make(mh.bsp, exchange="stripes"), "exchange is stripes, but must be gather without a codec"),
     (make(mh.bsp, by_host=True), "by_host is True, but must be False without a codec"),
     (make(mh.bsp, codec=HALF, collective="ring"), "collective is ring, but must be auto with a codec"),

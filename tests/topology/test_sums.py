@@ -25,7 +25,7 @@ from summing import (
     worker,
 )
 
-from manyhands.codecs import Feedback, Half, Raw, TopK
+from manyhands.codecs import Feedback, Half, Raw, TernGrad, TopK
 from manyhands.core.errors import Diverged, PeerLost, Refused
 from manyhands.core.flat import Span
 from manyhands.core.sending import over
@@ -48,7 +48,9 @@ SUMS = {
     "gather": lambda w: Gather(w, Feedback(TopK(0.1))),
     "gather raw": lambda w: Gather(w, Raw()),
     "gather dithered": lambda w: Gather(w, Dithered()),
+    "gather at one scale": lambda w: Gather(w, TernGrad(shared=True)),
     "stripes": lambda w: Stripes(w, Feedback(OneBit())),
+    "stripes at one scale": lambda w: Stripes(w, Feedback(TernGrad(shared=True))),
     "stripes raw": lambda w: Stripes(w, Raw()),
     "stripes dithered": lambda w: Stripes(w, Dithered()),
     "double": lambda w: Sparcml(w, Feedback(Pairs(0.1)), algorithm="double"),
@@ -129,7 +131,10 @@ def test_sizes_only_take_as_many_bytes_as_numbers(kind):
         assert runs[0].seconds == pytest.approx(runs[1].seconds)
 
 
-@pytest.mark.parametrize("kind", ["gather", "stripes", "double", "split", "dense, encoded", "low rank", "by host"])
+@pytest.mark.parametrize(
+    "kind",
+    ["gather", "stripes", "stripes at one scale", "double", "split", "dense, encoded", "low rank", "by host"],
+)
 def test_a_resumed_run_of_as_many_workers_goes_on_with_the_same_bits(kind):
     cluster = Cluster(workers=4, hosts=2)
     whole = sums_of(added(4, SUMS[kind], cluster=cluster, steps=8, spans=CUT))
@@ -139,7 +144,9 @@ def test_a_resumed_run_of_as_many_workers_goes_on_with_the_same_bits(kind):
 
 
 @pytest.mark.parametrize("old, new", [(4, 2), (2, 4), (3, 1), (4, 3), (1, 2)])
-@pytest.mark.parametrize("kind", ["gather", "stripes", "double", "dense, encoded", "low rank", "by host"])
+@pytest.mark.parametrize(
+    "kind", ["gather", "stripes", "stripes at one scale", "double", "dense, encoded", "low rank", "by host"]
+)
 def test_nothing_is_lost_when_the_number_of_workers_changes(kind, old, new):
     first = added(old, SUMS[kind], steps=5, spans=CUT)
     second = added(new, SUMS[kind], steps=5, first=5, spans=CUT, saved=states_of(first))

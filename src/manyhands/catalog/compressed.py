@@ -94,6 +94,7 @@ def onebit_sgd(
 def terngrad(
     lr: float = 0.3,
     clip: float = 2.5,
+    shared_scale: bool = False,
     dense: int = 0,
     by_host: bool = False,
     rule: Rule | None = None,
@@ -108,6 +109,10 @@ def terngrad(
     With clipping off (c = 0) the mean of t is g; its variance s |g_i| - g_i^2 is why one clips. Biases and the like,
     fewer than 64 numbers, travel as they are. A step takes as long as the slowest worker; a lost worker ends the run.
 
+    In the paper all workers have one s, the largest of theirs, so that P of them add up to one of 2P + 1 levels. That
+    takes a small message before each large one. As nobody here adds whole numbers it saves nothing, and it learns
+    neither better nor worse: so everyone has an s of its own unless shared_scale says otherwise.
+
     Reference: W. Wen et al., TernGrad: ternary gradients to reduce communication in distributed deep learning, 2017,
         arXiv:1705.07878
     Loops: strategies/compressed.py Compressed.step; topology/sums/gather.py Gather.add_up; codecs/terngrad.py TernGrad
@@ -115,11 +120,12 @@ def terngrad(
     Args:
         lr: eta, the learning rate.
         clip: c, how many standard deviations a number may have; 0: any.
+        shared_scale: whether s is the largest of all workers'.
         dense: steps at the beginning in which gradients are sent as they are.
         by_host: whether those of one host first add up what they have, as it is, and then come as one.
         rule: how the mean gradient is applied, instead of SGD with lr.
     """
-    codec = ByLayer(TernGrad(clip), least=64)
+    codec = ByLayer(TernGrad(clip, shared_scale), least=64)
     return Compressed(rule or Sgd(lr), Encoded(codec, by_host=by_host), dense)
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from manyhands.codecs.feedback import Feedback
-from manyhands.codecs.kinds import surround
+from manyhands.codecs.kinds import encode_at, scale_of, surround
 from manyhands.codecs.raw import Raw
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Codec
+from manyhands.core.protocols import Codec, shares
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,36 @@ class ByLayer:
         refuse_unless(alike, "small", self.small, "one that remembers as much as the codec, or nothing")
         surround(self, self.codec, self.small)
 
+    @property
+    def shared(self) -> bool:
+        """If one of the two asks for it."""
+        return shares(self.codec) or shares(self.small)
+
     def memory(self, like: Tensor) -> Tensor | None:
         """The codec's own."""
         return self.codec.memory(like)
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
         """What one of the two makes of it."""
+        codec, own = self._with_memory(x, memory)
+        return codec.encode(x, own)
+
+    def scale(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        """That one's."""
+        codec, own = self._with_memory(x, memory)
+        return scale_of(codec, x, own)
+
+    def encode_at(self, x: Tensor, memory: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+        """What that one makes of it."""
+        codec, own = self._with_memory(x, memory)
+        return encode_at(codec, x, own, scale)
+
+    def _with_memory(self, x: Tensor, memory: Tensor | None) -> tuple[Codec, Tensor | None]:
+        """The codec for something like this, around which there is feedback if it remembers nothing by itself."""
         codec = self.chosen(x)
         if codec is self.codec or memory is None or codec.memory(x) is not None:
-            return codec.encode(x, memory)
-        return Feedback(codec).encode(x, memory if memory.dim() == x.dim() else memory[0])
+            return codec, memory
+        return Feedback(codec), memory if memory.dim() == x.dim() else memory[0]
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
         """As that one does."""

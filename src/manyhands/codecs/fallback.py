@@ -1,6 +1,7 @@
 """What the kernels do, in torch and numpy: the same bits for float32, and float64 as well.
 
     sum of a row    64 lanes:  lane[l] = x[l] + x[l + 64] + x[l + 128] + ...,  then lane[l] += lane[l + 32], + 16, ... 1
+    by its signs    the lanes of each 1024 numbers by themselves; those are added one after the other
 
 Whatever passes over a vector more than once does so stretch by stretch, while it is in the cache.
 """
@@ -23,14 +24,16 @@ Pairs = tuple[Tensor, Tensor]
 Whole = NDArray[np.int64]
 
 LANES = 64
+FEW = 16
+"""Rows of lanes that are summed by themselves, by their signs."""
 CHUNK = 4096
 """Of so many numbers the moments are summed by themselves."""
-STRETCH = 2**17
-"""Numbers that stay in the cache, with what is made of them."""
+STRETCH = 2**18
+"""Numbers that stay in a cache, with what is made of them; so many that the calls themselves take little time."""
 TINY = 2.0**-100
 """A norm that is less counts as 0, for its reciprocal might be none."""
-WHOLE = {torch.float32: torch.int32, torch.float64: torch.int64}
-"""Whole numbers of the same size."""
+BITS = np.arange(256)[:, None] >> np.arange(8) & 1 == 1
+"""Those of every byte, the lowest first."""
 
 
 # -- the largest ---------------------------------------------------------------------------------------
@@ -70,16 +73,15 @@ def _largest(x: Tensor, k: int) -> Pairs:
 
 def signs(x: Tensor, block: int) -> Pairs:
     """Bits of x >= 0, and for each block the means of those with bit 0, then of those with bit 1."""
-    bits, lanes, counts = [], [], []
+    found, lanes = [], []
     for both, piece in _halves(x, _whole(8 * block)):
-        above = piece.numpy() >= 0
-        bits.append(np.packbits(above, bitorder="little"))
-        counts.append(_counts(above, bits[-1], block))
-        lanes.append(_lanes(_rows(both, block)))
-    sums, count = _fold(torch.cat(lanes, dim=1)), torch.from_numpy(np.concatenate(counts))
+        found.append(np.packbits(piece.numpy() >= 0, bitorder="little"))
+        lanes.append(_chunks(_rows(both, block)))
+    bits, sums = np.concatenate(found), _fold(_run(torch.cat(lanes, dim=1)))
+    count = torch.from_numpy(_counts(bits, x.numel(), block))
     sizes = torch.full_like(count, block)
     sizes[-1] -= count.numel() * block - x.numel()
-    return torch.from_numpy(np.concatenate(bits)), _mean(sums, torch.stack([sizes - count, count])).view(-1)
+    return torch.from_numpy(bits), _mean(sums, torch.stack([sizes - count, count])).view(-1)
 
 
 def _halves(x: Tensor, length: int) -> Iterator[Pairs]:
@@ -92,11 +94,17 @@ def _halves(x: Tensor, length: int) -> Iterator[Pairs]:
         yield both, piece
 
 
-def _counts(above: NDArray[np.bool], bits: NDArray[np.uint8], block: int) -> Whole:
+def _chunks(rows: Tensor) -> Tensor:
+    """The lanes of each 1024 numbers of a row, or of all if they are fewer."""
+    few = min(FEW, -(-rows.shape[-1] // LANES))
+    return _run(_rows(_rows(rows, few * LANES), LANES))
+
+
+def _counts(bits: NDArray[np.uint8], numel: int, block: int) -> Whole:
     """How many bits of each block are 1."""
     if block % 8 == 0:
         return _sums(np.bitwise_count(bits), block // 8)
-    return _sums(above.view(np.uint8), block)
+    return _sums(np.unpackbits(bits, count=numel, bitorder="little"), block)
 
 
 def _sums(x: NDArray[np.uint8], length: int) -> Whole:
@@ -121,35 +129,37 @@ def column_signs(x: Tensor, rows: int, columns: int) -> Pairs:
 
 def unsign(bits: Tensor, block: int, means: Tensor, out: Tensor) -> None:
     """Each number becomes one of the means of its block."""
-    both = means.view(2, -1, 1)
-    for start, piece in _stretches(out, _whole(8 * block)):
-        low, high = both[:, start // block :]
-        above, whole = _unpacked(bits, start, piece), piece.numel() // block
-        for rows, a, b in ((whole, 0, whole * block), (1, whole * block, piece.numel())):
-            if b > a:
-                _choose(above[a:b].view(rows, -1), low[:rows], high[:rows], piece[a:b].view(rows, -1))
-                low, high = low[rows:], high[rows:]
+    low, high = means.view(2, -1, 1)
+    for start, piece in _infinities(bits, out, _whole(8 * block)):
+        first, whole = start // block, piece.numel() // block
+        _bound(piece[: whole * block].view(whole, block), low[first:][:whole], high[first:][:whole])
+        _bound(piece[whole * block :], low[-1], high[-1])
 
 
 def column_unsign(bits: Tensor, columns: int, means: Tensor, out: Tensor) -> None:
     """Each number becomes one of the means of its column."""
     low, high = means.view(2, columns)
-    for start, piece in _stretches(out, _whole(8 * columns)):
-        _choose(_unpacked(bits, start, piece).view(-1, columns), low, high, piece.view(-1, columns))
+    for _, piece in _infinities(bits, out, _whole(8 * columns)):
+        _bound(piece.view(-1, columns), low, high)
 
 
-def _unpacked(bits: Tensor, start: int, like: Tensor) -> Tensor:
-    """0 or 1 for each number, as whole numbers as large as theirs."""
-    some = np.unpackbits(bits[start // 8 :].numpy(), count=like.numel(), bitorder="little")
-    return torch.from_numpy(some).to(WHOLE[like.dtype])
+def _infinities(bits: Tensor, out: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
+    """Stretches of `out`, each written: infinity for a bit of 1, and its opposite for 0, by a table of all bytes."""
+    some, x = bits.numpy(), out.numpy()
+    table = np.where(BITS, x.dtype.type(np.inf), x.dtype.type(-np.inf))
+    for start, piece in _stretches(out, length):
+        stop = start + piece.numel() // 8 * 8
+        np.take(table, some[start // 8 : stop // 8], axis=0, out=x[start:stop].reshape(-1, 8), mode="clip")
+        rest = piece[stop - start :]
+        if rest.numel():
+            rest.copy_(torch.from_numpy(table[some[-1], : rest.numel()]))
+        yield start, piece
 
 
-def _choose(above: Tensor, low: Tensor, high: Tensor, out: Tensor) -> None:
-    """high if above else low: as whole numbers, for `where` takes ten times as long. May overwrite `above`."""
-    kind = WHOLE[out.dtype]
-    low = low.contiguous().view(kind)
-    above.mul_(low ^ high.contiguous().view(kind))
-    torch.bitwise_xor(above, low, out=out.view(kind))
+def _bound(x: Tensor, low: Tensor, high: Tensor) -> None:
+    """What is infinite becomes the bound on its side: `where` takes ten times as long."""
+    torch.maximum(x, low, out=x)
+    torch.minimum(x, high, out=x)
 
 
 # -- stochastic rounding -------------------------------------------------------------------------------
@@ -223,11 +233,14 @@ def _lanes(rows: Tensor) -> Tensor:
 
 def _run(rows: Tensor) -> Tensor:
     """The sum over the last dimension but one, one after the other, as numpy does unless it is the last; never -0."""
-    if rows.shape[-2] > 8:
+    many = rows.shape[-2]
+    if 8 < many <= FEW and rows.shape[-1] == LANES:
+        return rows.sum(-2) + 0.0  # torch does so too, if rows are few and no shorter than this
+    if many > 8:
         with np.errstate(over="ignore"):
             return torch.from_numpy(np.add.reduce(rows.numpy(), axis=-2)) + 0.0
     total = rows[..., 0, :] + 0.0
-    for i in range(1, rows.shape[-2]):
+    for i in range(1, many):
         total += rows[..., i, :]
     return total
 
@@ -246,7 +259,7 @@ def _rows(x: Tensor, length: int) -> Tensor:
 
 
 def _mean(total: Tensor, count: Tensor) -> Tensor:
-    return torch.where(count > 0, total / count.clamp(min=1).to(total.dtype), 0)
+    return torch.where(count > 0, total / count.clamp(min=1).to(total.dtype) + 0.0, 0)
 
 
 def _whole(length: int) -> int:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyhands.codecs.kinds import surround
+from manyhands.codecs.kinds import encode_at, scale_of, surround
 from manyhands.codecs.payload import place
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Codec, Sparse
+from manyhands.core.protocols import Codec, Sparse, shares
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Feedback:
         """As the codec's."""
         return self.codec.by_parameter
 
+    @property
+    def shared(self) -> bool:
+        """As the codec's."""
+        return shares(self.codec)
+
     def memory(self, like: Tensor) -> Tensor:
         """e."""
         return torch.zeros_like(like)
@@ -55,7 +60,19 @@ class Feedback:
         if isinstance(self.codec, Sparse):
             return self._encode_some(self.codec, x, memory)
         a = x + memory  # a new tensor: the payload may be `a` itself
-        payload = self.codec.encode(a, None)
+        return self._without_what_is_sent(self.codec.encode(a, None), a, memory)
+
+    def scale(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        """Of x and of all that was lost before."""
+        return scale_of(self.codec, x if memory is None else x + memory, None)
+
+    def encode_at(self, x: Tensor, memory: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+        """The same as encode, with another scale."""
+        assert memory is not None, "Feedback needs the memory that memory() gave"
+        a = x + memory
+        return self._without_what_is_sent(encode_at(self.codec, a, None, scale), a, memory)
+
+    def _without_what_is_sent(self, payload: tuple[Tensor, ...], a: Tensor, memory: Tensor) -> tuple[Tensor, ...]:
         self.codec.decode(payload, memory)
         torch.sub(a, memory, out=memory)
         return payload

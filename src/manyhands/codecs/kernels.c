@@ -5,6 +5,7 @@
 
      sum of a row      64 lanes:  lane[l] = x[l] + x[l + 64] + x[l + 128] + ...
                        then  lane[l] += lane[l + 32],  lane[l] += lane[l + 16],  ...  and lane[0] is the sum
+     by its signs      the lanes of each 1024 numbers by themselves; those are added one after the other
 
    A loop over all numbers is one that compilers make vectors of: it writes a byte for each number into the nearest
    cache, and then many bytes become a few bits at once, or the other way round. */
@@ -31,6 +32,7 @@
 
 #define TILE 1024 /* numbers whose bytes stay in the nearest cache; whole words, however they are packed */
 #define LANES 64
+#define CHUNK 1024 /* numbers whose lanes are summed by themselves, by their signs */
 #define TINY 0x1p-100f /* a norm that is less counts as 0, for its reciprocal might be none */
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 #define MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -227,14 +229,24 @@ typedef struct {
     int64_t count;
 } Sums;
 
+static void add_lanes(const float *from, float *to) {
+    for (int l = 0; l < LANES; l++) to[l] += from[l];
+}
+
 static Sums sums_of_signs(const float *x, int64_t n) {
     float below[LANES] = {0}, above[LANES] = {0}, rest[LANES];
     int32_t count[LANES] = {0};
     int64_t total = 0;
-    add_signs(x, n / LANES, LANES, below, above, count);
-    if (n % LANES) {
-        total -= copy_rest(x, n, rest);
-        add_signs(rest, 1, LANES, below, above, count);
+    for (int64_t chunk = 0; chunk < n; chunk += CHUNK) {
+        const int64_t many = MIN(CHUNK, n - chunk);
+        float low[LANES] = {0}, high[LANES] = {0};
+        add_signs(x + chunk, many / LANES, LANES, low, high, count);
+        if (many % LANES) {
+            total -= copy_rest(x + chunk, many, rest);
+            add_signs(rest, 1, LANES, low, high, count);
+        }
+        add_lanes(low, below);
+        add_lanes(high, above);
     }
     for (int l = 0; l < LANES; l++) total += count[l];
     return (Sums){folded(below), folded(above), total};
@@ -250,19 +262,23 @@ typedef int8_t Bytes __attribute__((vector_size(16)));
 WIDE static Sums sums_and_signs(const float *x, int64_t n, uint8_t *bits) {
     Floats below[4] = {{0}}, above[4] = {{0}}, row;
     int64_t count = 0;
-    for (int64_t i = 0; i < n; i += LANES) {
-        uint64_t word = 0;
-        for (int v = 0; v < 4; v++) {
-            memcpy(&row, x + i + 16 * v, sizeof row);
-            const Whole a = (Whole)(row + 0.0f), is_below = a >> 31;
-            below[v] += (Floats)(a & is_below);
-            above[v] += (Floats)(a & ~is_below);
-            const Bytes bytes = __builtin_convertvector(is_below, Bytes);
-            word |= (uint64_t)(uint32_t)_mm_movemask_epi8((__m128i)bytes) << 16 * v;
+    for (int64_t chunk = 0; chunk < n; chunk += CHUNK) {
+        Floats low[4] = {{0}}, high[4] = {{0}};
+        for (int64_t i = chunk; i < MIN(n, chunk + CHUNK); i += LANES) {
+            uint64_t word = 0;
+            for (int v = 0; v < 4; v++) {
+                memcpy(&row, x + i + 16 * v, sizeof row);
+                const Whole a = (Whole)(row + 0.0f), is_below = a >> 31;
+                low[v] += (Floats)(a & is_below);
+                high[v] += (Floats)(a & ~is_below);
+                const Bytes bytes = __builtin_convertvector(is_below, Bytes);
+                word |= (uint64_t)(uint32_t)_mm_movemask_epi8((__m128i)bytes) << 16 * v;
+            }
+            word = ~word;
+            count += __builtin_popcountll(word);
+            memcpy(bits + i / 8, &word, sizeof word);
         }
-        word = ~word;
-        count += __builtin_popcountll(word);
-        memcpy(bits + i / 8, &word, sizeof word);
+        for (int v = 0; v < 4; v++) below[v] += low[v], above[v] += high[v];
     }
     return (Sums){folded((float *)below), folded((float *)above), count};
 }
@@ -272,7 +288,8 @@ WIDE static Sums sums_and_signs(const float *x, int64_t n, uint8_t *bits) {
 #define sums_and_signs(x, n, bits) sums_of_signs(x, n)
 #endif
 
-static float mean(float sum, int64_t count) { return count ? sum / (float)count : 0; }
+/* Never -0: whoever chooses between two means that are 0 then needs not know which it is. */
+static float mean(float sum, int64_t count) { return count ? sum / (float)count + 0.0f : 0; }
 
 /* Bits of all signs, 1 for x >= 0; for each block of numbers the mean of those with bit 0 and, `blocks` further on, of
    those with bit 1. */

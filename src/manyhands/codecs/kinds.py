@@ -6,8 +6,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from manyhands.codecs.payload import no_scale
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Codec, Varies, Warms
+from manyhands.core.protocols import Codec, Varies, Warms, shares
 
 
 @runtime_checkable
@@ -26,6 +27,16 @@ def surround(outer: object, codec: Codec, *others: Codec) -> None:
         refuse_unless(not isinstance(one, Warms), "codec", one, "the same in every step: let warmup(...) be outermost")
     if any(isinstance(one, Varies) for one in (codec, *others)):
         object.__setattr__(outer, "most", _Most((codec, *others)))
+
+
+def scale_of(codec: Codec, x: Tensor, memory: Tensor | None) -> Tensor:
+    """A codec's own scale; 0 if it shares none."""
+    return codec.scale(x, memory) if shares(codec) else no_scale(x)
+
+
+def encode_at(codec: Codec, x: Tensor, memory: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+    """With this scale, if the codec shares one."""
+    return codec.encode_at(x, memory, scale) if shares(codec) else codec.encode(x, memory)
 
 
 class _Most:

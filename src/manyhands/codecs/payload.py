@@ -16,11 +16,11 @@ Row = tuple[int, torch.dtype]
 
 
 def expect(payload: Payload, *rows: Row) -> tuple[Tensor, ...]:
-    """The tensors of a payload, if they are as many, as long and of the kinds that they must be; flat."""
+    """The tensors of a payload, if they are as many, as long and of the kinds that they must be; as plain rows."""
     came = [(x.numel(), x.dtype) for x in payload]
     if came != list(rows):
         raise BadPayload(f"a payload of {_words(came)} came, but must be {_words(rows)}")
-    return tuple(x.reshape(-1) for x in payload)
+    return tuple(x.reshape(-1).contiguous() for x in payload)
 
 
 def pairs_in(payload: Payload, out: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
@@ -69,6 +69,11 @@ def check_spare(packed: Tensor, numel: int, bits: int, fill: int) -> None:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """In which kind of numbers one computes with those of another."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def no_scale(x: Tensor) -> Tensor:
+    """The scale of nothing, or of something that has no values."""
+    return torch.zeros(1, dtype=wide(x.dtype), device="meta" if x.is_meta else "cpu")
 
 
 def row(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -340,6 +340,29 @@ class Warms(Protocol):
 
     def at(self, step: int) -> Codec:
         """What encodes in this step of a worker."""
+
+
+@runtime_checkable
+class Shares(Protocol):
+    """A codec with a scale that may be the same on all workers: the largest of theirs, if they tell each other first.
+
+    By parameter it has one for each of them.
+    """
+
+    @property
+    def shared(self) -> bool:
+        """Whether it asks for that."""
+
+    def scale(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        """The scale that `encode` would take, one number; without its value if `x` has no values. Changes nothing."""
+
+    def encode_at(self, x: Tensor, memory: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+        """As `encode`, with a scale that is not less than the own one."""
+
+
+def shares(codec: object) -> TypeGuard[Shares]:
+    """Whether a codec asks that all workers have one scale."""
+    return isinstance(codec, Shares) and codec.shared
 
 
 @runtime_checkable

@@ -11,6 +11,8 @@ there is of it as a plain row.
 
 Encoding draws on torch's default generator, which is seeded here by (seed, rank, step, stretch): the same in both
 worlds and after a resume, and different on every worker.
+
+Workers that want one scale ask for their own (`Sender.scale`), agree on the largest, and encode with that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from manyhands.core.errors import BadPayload, Diverged, refuse_unless
 from manyhands.core.flat import Place, Span
-from manyhands.core.protocols import Codec, Payload, Rounds, Saved, Warms
+from manyhands.core.protocols import Codec, Payload, Rounds, Saved, Shares, Warms, shares
 from manyhands.core.saving import add, named
 from manyhands.core.worker import Worker
 
@@ -36,14 +38,40 @@ class Pieces:
     shapes: tuple[torch.Size, ...]
     by_parameter: bool = False
 
+    @property
+    def shared(self) -> bool:
+        """As the codec's."""
+        return shares(self.codec)
+
     def memory(self, like: Tensor) -> Tensor | None:
         """The codec's own."""
         return self.codec.memory(like)
 
+    def scale(self, x: Tensor, memory: Tensor | None) -> Tensor:
+        """One of each parameter."""
+        codec = self._sharing()
+        return torch.cat([codec.scale(*pair) for pair in self._pairs(x, memory)])
+
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
         """One payload after the other."""
+        return self._joined([self.codec.encode(*pair) for pair in self._pairs(x, memory)])
+
+    def encode_at(self, x: Tensor, memory: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+        """The same with scales of all of them."""
+        codec, scales = self._sharing(), torch.split(scale, 1)
+        pairs = zip(self._pairs(x, memory), scales, strict=True)
+        return self._joined([codec.encode_at(*pair, one) for pair, one in pairs])
+
+    def _sharing(self) -> Shares:
+        assert shares(self.codec), f"{self.codec} has no scale to share"
+        return self.codec
+
+    def _pairs(self, x: Tensor, memory: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Each parameter with what is remembered of it."""
         cuts = [None] * len(self.shapes) if memory is None else self._cut(memory)
-        payloads = [self.codec.encode(*pair) for pair in zip(self._cut(x), cuts, strict=True)]
+        return zip(self._cut(x), cuts, strict=True)
+
+    def _joined(self, payloads: Sequence[Payload]) -> tuple[Tensor, ...]:
         counts = torch.tensor([len(payload) for payload in payloads], dtype=torch.int32)
         return counts, *(tensor for payload in payloads for tensor in payload)
 
@@ -90,6 +118,12 @@ def check_rounds(codec: Codec) -> None:
     refuse_unless(isinstance(codec, Rounds), "codec", codec, f"one that sends every number, such as half(): {PLACE}")
 
 
+def check_alone(codec: Codec) -> None:
+    """Refuse a codec that asks for one scale, where workers do not wait for each other."""
+    now = codec.at(0) if isinstance(codec, Warms) else codec
+    refuse_unless(not shares(now), "codec", codec, "one with a scale of its own: not all send at the same time here")
+
+
 class Sender:
     """One worker's way of sending vectors like the weights.
 
@@ -106,24 +140,41 @@ class Sender:
         self.memory = [codec.memory(part.weights) for part in w.flat.parts]
         """What the codec remembers of every part of the model."""
 
-    def encode(self, vector: Tensor, span: Span) -> tuple[Tensor, ...]:
+    def scale(self, vector: Tensor, span: Span) -> Tensor | None:
+        """The scales of a stretch, if the codec asks that all workers have the same: they agree on the largest."""
+        codec, (_, start, stop) = self._codec(span), span
+        if not shares(codec):
+            return None
+        x = vector[start:stop]
+        self._w.move(x.nbytes)
+        if not x.is_meta:
+            self._check(vector, span)
+        return codec.scale(x, self._memory(span))
+
+    def encode(self, vector: Tensor, span: Span, scale: Tensor | None = None) -> tuple[Tensor, ...]:
         """What travels for a stretch of a vector like a whole part; of a model of sizes only that many bytes."""
         with self._w.spent.encoding():
-            return self._encode(vector, span)
+            return self._encode(vector, span, scale)
 
-    def _encode(self, vector: Tensor, span: Span) -> tuple[Tensor, ...]:
-        w, (part, start, stop) = self._w, span
+    def _encode(self, vector: Tensor, span: Span, scale: Tensor | None) -> tuple[Tensor, ...]:
+        w, (_, start, stop) = self._w, span
         x, codec = vector[start:stop], self._codec(span)
-        nbytes = codec.nbytes(x)
-        if nbytes != x.nbytes:
+        changes = not isinstance(codec, Rounds) or codec.rounding(x.dtype) > 0
+        if changes:
             w.move(x.nbytes)
         if x.is_meta:
-            return (torch.empty(nbytes, dtype=torch.uint8, device="meta"),)
-        if nbytes != x.nbytes:
-            self._check(vector, span)
+            return (torch.empty(codec.nbytes(x), dtype=torch.uint8, device="meta"),)
+        if changes:
+            if scale is None:
+                self._check(vector, span)
             w.seed_torch(w.rank, w.step, hash((self._key, *span)))
-        memory = self.memory[part]
-        return codec.encode(x, None if memory is None else memory[..., start:stop])
+        if scale is not None and shares(codec):
+            return codec.encode_at(x, self._memory(span), scale)
+        return codec.encode(x, self._memory(span))
+
+    def _memory(self, span: Span) -> Tensor | None:
+        memory = self.memory[span.part]
+        return None if memory is None else memory[..., span.start : span.stop]
 
     def _codec(self, span: Span) -> Codec:
         codec = self.codec.at(self._w.step) if isinstance(self.codec, Warms) else self.codec

@@ -33,7 +33,7 @@ from manyhands.core.holding import corrects
 from manyhands.core.meeting import meet
 from manyhands.core.protocols import WAITING, Batch, Codec, Consistency, Picks, Rule, Saved, Weights
 from manyhands.core.saving import add, collect, inherited, join, named, section, under
-from manyhands.core.sending import Sender
+from manyhands.core.sending import Sender, check_alone
 from manyhands.core.worker import Worker
 from manyhands.strategies.warm_start import WarmStart
 from manyhands.topology.servers import Lane, Sharding, Tree, check_servers, connect, read_outcome, serve, waves
@@ -83,6 +83,7 @@ class Server:
     one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_alone(self.codec)
         refuse_unless(self.fetch_every >= 1, "fetch_every", self.fetch_every, ">= 1")
         refuse_unless(self.push_every >= 1, "push_every", self.push_every, ">= 1")
         refuse_unless(0 <= self.local_lr < math.inf, "local_lr", self.local_lr, ">= 0 and finite")

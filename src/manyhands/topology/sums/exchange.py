@@ -8,6 +8,9 @@ A message carries the sum and the group in its tag's name and the number of the 
 ahead is never mistaken. What was decoded is added in the order of places, by whoever adds it, so that all ranks end
 with the same bits.
 
+One scale for all, if a codec asks for it: each tells its own ahead, in P - 1 messages of one number for each parameter,
+and everyone takes the largest.
+
 Lending: a payload is lent and never written again. A codec makes it in new memory, or it is the vector itself; then a
 copy of it is lent. So nobody waits for anything to come back, and the vector is free when `add_up` returns.
 """
@@ -17,10 +20,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from manyhands.core.errors import BadPayload
 from manyhands.core.flat import Span
 from manyhands.core.protocols import Codec, Message, Payload, Saved, Tag, recv
+from manyhands.core.sending import Sender
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives.group import Group, Outbox
 
@@ -76,9 +82,37 @@ class Exchange:
                 yield place, message.tensors
                 message.release()
 
+    def agree(self, sender: Sender, vector: Tensor, spans: Sequence[Span]) -> list[Tensor | None]:
+        """The scales of some stretches that all are to encode with; None if each has its own."""
+        own = [sender.scale(vector, span) for span in spans]
+        scales = [one for one in own if one is not None]
+        if not scales:
+            return own
+        most = self._largest(torch.cat(scales))
+        return list(torch.split(most, [one.numel() for one in scales]))
+
+    def _largest(self, mine: Tensor) -> Tensor:
+        """The largest of what all have, number by number."""
+        self.begin()
+        for place in self.others:
+            self.send(place, (mine,))
+        most = mine
+        for place, payload in self.in_order((mine,)):
+            if not mine.is_meta:
+                check_like(mine, payload, self.ranks[place])
+                most = torch.maximum(most, payload[0])
+        return most
+
     def inherited(self, saved: Sequence[Saved]) -> Sequence[Saved]:
         """The states that this place takes over: of old worker k modulo the number of places."""
         return saved[self.place :: self.size]
+
+
+def check_like(mine: Tensor, payload: Payload, rank: int) -> None:
+    """Refuse what cannot be another worker's scales."""
+    alike = len(payload) == 1 and payload[0].shape == mine.shape and payload[0].dtype == mine.dtype
+    if not alike or not bool((payload[0].isfinite() & (payload[0] >= 0)).all()):
+        raise BadPayload(f"rank {rank} has sent no {mine.numel()} scales, which must be >= 0 and finite")
 
 
 def fresh(payload: Payload, vector: Tensor) -> tuple[Tensor, ...]:

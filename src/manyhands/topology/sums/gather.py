@@ -6,7 +6,7 @@ What goes where, P = 3 (a payload is smaller than what it stands for):
     rank 1   b → 2, b → 0
     rank 2   c → 0, c → 1
 
-    (P - 1) |payload| bytes sent per rank
+    (P - 1) |payload| bytes sent per rank, and (P - 1) |scales| ahead where all have one scale
 
 Nothing is encoded twice, so whatever a codec promises of one vector holds for each of them. The price grows with P: a
 payload of more than 2 / P of the vector costs more than a raw all-reduce.
@@ -53,7 +53,8 @@ class Gather:
         """Send to all, decode all."""
         if not span.numel:
             return
-        mine = self.told = fresh(self._sender.encode(vector, span), vector)
+        (scale,) = self._exchange.agree(self._sender, vector, [span])
+        mine = self.told = fresh(self._sender.encode(vector, span, scale), vector)
         self._exchange.begin()
         for place in self._exchange.others:
             self._exchange.send(place, mine)

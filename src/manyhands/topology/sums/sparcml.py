@@ -128,7 +128,8 @@ class Sparcml:
         return "double" if K * pair <= SMALL else "split"
 
     def _encode(self, vector: Tensor, span: Span) -> Stream:
-        payload = self._sender.encode(vector, span)
+        (scale,) = self._exchange.agree(self._sender, vector, [span])
+        payload = self._sender.encode(vector, span, scale)
         codec = over(self._sender.codec, span, self._w.flat.places)
         return stream_of(codec, payload, vector[span.start : span.stop])
 

@@ -141,7 +141,7 @@ def expected_union(N: int, k: float, P: int) -> float:
 
 def received(tensors: Payload, N: int, dtype: torch.dtype) -> Stream:
     """What came in as a stream of N numbers; refused if it cannot be one."""
-    if tensors[0].is_meta:
+    if tensors and tensors[0].is_meta:
         return Stream(N, tensors[-1], tensors[0] if len(tensors) == 2 else None)
     kinds = [x.dtype for x in tensors]
     if kinds == [dtype] and tensors[0].numel() == N:

@@ -15,6 +15,8 @@ Who encodes what, P = 3, a span cut into stripes 0 1 2:
 
     2 (P - 1) / P |payload of the span| bytes sent per rank: as few as a ring, however many ranks
 
+Where all have one scale they agree on those of all stripes at once, before the first half: (P - 1) |scales| more.
+
 Reference: F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs", 2014, https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html.
 
@@ -104,13 +106,15 @@ class Stripes:
     def reduce_scatter(self, vector: Tensor, span: Span) -> Span:
         """Replace the own stripe, which is returned, by the sum of what all send for it; the rest stays as it is."""
         stripes = self.stripes(span)
+        some = [stripe for stripe in stripes if stripe.numel]
+        scales = dict(zip(some, self._exchange.agree(self._sender, vector, some), strict=True))
         self._exchange.begin()
-        for place in self._exchange.others:
-            if stripes[place].numel:
-                self._exchange.send(place, fresh(self._sender.encode(vector, stripes[place]), vector))
+        for stripe, place in ((stripes[place], place) for place in self._exchange.others):
+            if stripe.numel:
+                self._exchange.send(place, fresh(self._sender.encode(vector, stripe, scales[stripe]), vector))
         own = stripes[self._exchange.place]
         if own.numel:
-            mine = fresh(self._sender.encode(vector, own), vector)
+            mine = fresh(self._sender.encode(vector, own, scales[own]), vector)
             codec = over(self._sender.codec, own, self._w.flat.places)
             add_decoded(self._w, codec, self._exchange.in_order(mine), vector[own.start : own.stop], self._spare)
         return own
