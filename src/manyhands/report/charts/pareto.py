@@ -27,6 +27,7 @@ class Side:
     """One axis: the key of `totals`, what it is called, how it is written, and whether less is better."""
 
     key: str
+    short: str
     title: str
     form: dict[str, str]
     less: bool = True
@@ -60,28 +61,33 @@ def pareto(section: Section) -> Chart:
         for x, y, some in points
         for point in some
     ]
-    views = [
-        View(f"{y.title} against {x.title}", _figure(x, y, some), _missing(section, some)) for x, y, some in points
-    ]
+    views = [View(_label(section, x, y), _figure(x, y, some), _missing(section, some)) for x, y, some in points]
     return Chart(
         "pareto",
         "What it takes" if section.target is None else f"What it takes to reach {section.target}",
         _summary(points[0][2], *pairs[0]),
         Table(("method", "across", "up", "across, value", "up, value", "runs", "on the front"), parts),
         views,
-        switch="Draw",
+        switch="Compare" if section.target is None else "Time against",
         about="Large markers are medians over the seeds, small ones single runs. "
-        "The line joins those that no other beats in both directions.",
+        "Circles and the line mark the front: no other is better in both.",
     )
+
+
+def _label(section: Section, x: Side, y: Side) -> str:
+    return y.short if section.target is not None else f"{y.short} and {x.short}"
 
 
 def _sides(section: Section) -> list[tuple[Side, Side]]:
     if section.target is not None:
-        x = Side("seconds_to_target", f"{section.seconds} to {section.target}", PLAIN)
-        return [(x, Side("bytes_to_target", "bytes sent", BYTES)), (x, Side("memory", "memory of a rank", BYTES))]
-    costs = [Side("seconds", section.seconds, PLAIN), Side("bytes", "bytes sent", BYTES)]
+        x = Side("seconds_to_target", "time", f"{section.seconds} to {section.target}", PLAIN)
+        return [
+            (x, Side("bytes_to_target", "bytes sent", "bytes sent", BYTES)),
+            (x, Side("memory", "memory of a rank", "memory of a rank", BYTES)),
+        ]
+    costs = [Side("seconds", "time", section.seconds, PLAIN), Side("bytes", "bytes", "bytes sent", BYTES)]
     known = [what for what in ("accuracy", "loss") if any(section.total(m)[what] is not None for m in section.members)]
-    scores = [Side(what, f"final {what}", SCORES[what], less=what == "loss") for what in known or ["loss"]]
+    scores = [Side(what, what, f"final {what}", SCORES[what], less=what == "loss") for what in known or ["loss"]]
     return [(cost, score) for score in scores for cost in costs]
 
 
@@ -116,11 +122,12 @@ def _figure(x: Side, y: Side, points: Sequence[Point]) -> Figure:
 def _front_line(ends: Sequence[Point]) -> dict[str, Any]:
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "lines+markers",
         "name": "Pareto front",
         "x": [number(point.x) for point in ends],
         "y": [number(point.y) for point in ends],
         "line": {"color": colour(5), "dash": "dot", "width": 1.5},
+        "marker": {"color": colour(5), "symbol": "circle-open", "size": 24, "line": {"width": 1.5}},
         "hoverinfo": "skip",
     }
 
@@ -146,7 +153,7 @@ def _large(point: Point, x: Side, y: Side) -> dict[str, Any]:
         "showlegend": True,
         "x": [number(point.x)],
         "y": [number(point.y)],
-        "marker": marker(point.group.place, size=14, line={"width": 2 if point.front else 0, "color": colour(5)}),
+        "marker": marker(point.group.place, size=13),
         "hoverinfo": "all",
         "hovertemplate": f"{name}<br>{x.title} {_format(x)('x')}<br>{y.title} {_format(y)('y')}<extra></extra>",
     }

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, numbers
 from manyhands.report.groups import Group, Member, Section
-from manyhands.report.look import ACTIVITIES, PATTERNS, colour, share_text
+from manyhands.report.look import ACTIVITIES, activity, share_text, wrapped
 
 MOST_RANKS = 32
 """Drawn of one run; the slowest ones."""
@@ -19,7 +19,7 @@ Row = Mapping[str, float]
 def spent(section: Section) -> Chart:
     """First all methods side by side, then the ranks of each run."""
     means = {group.name: row for group in section.groups if (row := _mean(group))}
-    views = [View(ALL, _stacked(list(means), list(means.values()), f"{section.seconds}, mean of all ranks"))]
+    views = [View(ALL, _stacked(list(means), list(means.values()), section.seconds))]
     parts = [_part(ALL, list(means), list(means.values()))]
     for member in section.members:
         rows = member.measures.spent()
@@ -35,8 +35,8 @@ def spent(section: Section) -> Chart:
         Table(("shown", "bar", *(f"{name}, s" for name in ACTIVITIES)), parts),
         views,
         switch="Show",
-        about="Seconds inside steps. Waiting is for others: messages, barriers, locks. "
-        "Other is what is left, such as applying updates.",
+        about="Seconds inside steps; those of a method are the mean of its ranks. "
+        "Waiting is for others: messages, barriers, locks. Other is what is left, such as applying updates.",
         many=True,
     )
 
@@ -66,21 +66,27 @@ def _stacked(names: Sequence[str], rows: Sequence[Row], title: str) -> Figure:
         {
             "type": "bar",
             "orientation": "h",
-            "name": activity,
+            "name": name,
             "y": bars,
-            "x": numbers(row[activity] for row in rows),
-            "marker": {"color": colour(place), "pattern": {"shape": PATTERNS[activity], "solidity": 0.25, "size": 7}},
-            "hovertemplate": f"%{{y}}<br>{activity} %{{x:.4g}} s<extra></extra>",
+            "x": numbers(row[name] for row in rows),
+            "marker": activity(name),
+            "hovertemplate": f"%{{y}}<br>{name} %{{x:.4g}} s<extra></extra>",
         }
-        for activity, place in ACTIVITIES.items()
+        for name in ACTIVITIES
     ]
     layout = {
         "barmode": "stack",
         "bargap": 0.3,
         "legend": {"orientation": "h", "traceorder": "normal"},
         "xaxis": axis(title, rangemode="tozero"),
-        "yaxis": {"automargin": True, "autorange": "reversed", "type": "category"},
-        "height": 140 + 30 * max(len(bars), 3),
+        "yaxis": {
+            "automargin": True,
+            "autorange": "reversed",
+            "type": "category",
+            "tickvals": bars,
+            "ticktext": [wrapped(name) for name in bars],
+        },
+        "height": 90 + 36 * max(len(bars), 3),
     }
     return {"data": data, "layout": layout}
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from manyhands.report.chart import Chart, Part, Table, View, axis, escaped, number, numbers
 from manyhands.report.groups import Group, Section
-from manyhands.report.look import colour
+from manyhands.report.look import bar
 
 BINS = 40
 """More bars than this are put together."""
@@ -30,7 +30,7 @@ def staleness(section: Section) -> Chart:
                 "name": escaped(group.name),
                 "x": ticks,
                 "y": shares,
-                "marker": {"color": colour(group.place), "line": {"width": 0}},
+                "marker": bar(group.place),
                 "hovertemplate": f"{escaped(group.name)}<br>lag %{{x}}: %{{y:.1%}} of the steps<extra></extra>",
             }
         )

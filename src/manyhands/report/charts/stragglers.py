@@ -7,21 +7,24 @@ from typing import Any
 
 from manyhands.report.chart import Chart, Part, Table, View, axis, escaped, numbers
 from manyhands.report.groups import Group, Section
-from manyhands.report.look import count_text, marker
+from manyhands.report.look import bar, count_text, marker
+
+MOST_BARS = 160
+"""Where there are more, markers are drawn instead."""
 
 
 def stragglers(section: Section) -> Chart:
-    """One marker for each rank and method; 1 is as fast as the others."""
+    """One bar for each rank and method; 1 is as fast as the others."""
     scores = {group.name: _scores(group) for group in section.groups}
     parts = [Part((name,), (list(some), numbers(some.values()))) for name, some in scores.items() if some]
+    crowded = sum(map(len, scores.values())) > MOST_BARS
     data: list[dict[str, Any]] = [
         {
-            "type": "scatter",
-            "mode": "markers",
+            "type": "scatter" if crowded else "bar",
             "name": escaped(group.name),
             "x": list(scores[group.name]),
             "y": numbers(scores[group.name].values()),
-            "marker": marker(group.place, size=10),
+            **({"mode": "markers", "marker": marker(group.place, size=8)} if crowded else {"marker": bar(group.place)}),
             "hovertemplate": f"{escaped(group.name)}<br>rank %{{x}}: %{{y:.3g}} times<extra></extra>",
         }
         for group in section.groups
@@ -61,4 +64,4 @@ def _summary(scores: dict[str, dict[int, float]]) -> str:
     if worst is None:
         return "Nobody took a step."
     slowest = f"the slowest is rank {worst[1]} of {worst[2]}, {count_text(worst[0])} times the median"
-    return f"Markers of how slow each rank computes; {slowest}."
+    return f"Bars of how slow each rank computes; {slowest}."
