@@ -47,6 +47,8 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Read the records, write the report, say where it is."""
     options = parse(Options, argv, "report", ABOUT)
+    if not options.runs:
+        raise Refused("name a record, or a folder with one: manyhands report RUN... (see manyhands report --help)")
     from manyhands.report.measures import parse_target, totals
     from manyhands.report.page import write_report
 

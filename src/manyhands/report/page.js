@@ -132,22 +132,21 @@
     fill() {
       if (!this.details.open) return;
       const { columns, parts, title, many } = this.chart;
+      const skip = many ? 1 : 0; // the caption says it already
       const caption = many ? `${title}: ${this.view.label}` : title;
-      const head = element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)));
-      const body = element("tbody");
-      for (const part of parts.filter((one) => !many || one.keys[0] === this.view.label)) {
+      const rows = parts.filter((one) => !many || one.keys[0] === this.view.label).flatMap((part) => {
         const lists = part.columns.map(revive);
-        lists[0].forEach((_, n) => body.append(this.row([...part.keys, ...lists.map((list) => list[n])])));
-      }
+        return lists[0].map((_, n) => [...part.keys.slice(skip), ...lists.map((list) => list[n])]);
+      });
+      const kind = (cell) => (typeof cell === "number" ? {} : { class: "text" });
+      const head = element("tr", {}, ...columns.slice(skip).map((name, n) =>
+        element("th", { scope: "col", ...kind(rows.length ? rows[0][n] : 0) }, name)));
+      const body = element("tbody");
+      for (const [first, ...others] of rows)
+        body.append(element("tr", {}, element("th", { scope: "row" }, String(first)),
+          ...others.map((cell) => element("td", kind(cell), String(cell)))));
       const table = element("table", {}, element("caption", {}, caption), element("thead", {}, head), body);
       this.details.querySelector(".scroll").replaceChildren(table);
-    }
-
-    row(cells) {
-      const kind = (cell) => (typeof cell === "number" ? {} : { class: "text" });
-      const [first, ...others] = cells.map(String);
-      return element("tr", {}, element("th", { scope: "row" }, first),
-        ...others.map((text, n) => element("td", kind(cells[n + 1]), text)));
     }
   }
 

@@ -44,17 +44,17 @@ def write_pictures(charts: Mapping[str, Chart], out: Path) -> list[Path]:
 
 
 def _order(chart: Chart, path: Path) -> dict[str, Any]:
-    figure = on_paper(chart.views[0].figure, chart.title)
+    figure = on_paper(chart.views[0].figure)
     size = {"width": WIDTH, "height": figure["layout"]["height"] + 60, "scale": SCALE, "format": "png"}
     return {"fig": figure, "path": str(path), "opts": size}
 
 
-def on_paper(figure: Figure, title: str) -> Figure:
-    """The figure with a title, in dark ink on white."""
+def on_paper(figure: Figure) -> Figure:
+    """The figure in dark ink on white."""
     drawn = copy.deepcopy(figure)
     layout = drawn["layout"]
-    layout |= {"title": {"text": title, "x": 0.02}, "paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff"}
-    layout |= {"font": {"color": "#1c2024", "size": 13}, "margin": {"l": 70, "r": 30, "t": 60, "b": 60}}
+    layout |= {"paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff"}
+    layout |= {"font": {"color": "#1c2024", "size": 13}, "margin": {"l": 70, "r": 30, "t": 20, "b": 60}}
     layout["legend"] = {**layout.get("legend", {}), "y": 1.0, "yanchor": "bottom", "x": 0}
     for name in layout:
         if name.startswith(("xaxis", "yaxis")):

@@ -157,7 +157,7 @@ def _words(member: Member, window: Window) -> list[str]:
     inside = sum(window[0] <= line["began"] and line["time"] <= window[1] for line in member.run.steps)
     first = f"{inside:,} of {plural(len(member.run.steps), 'step')} of all ranks."
     when = {"lost": "at {:.4g} s", "slow": "from {:.4g} s on"}
-    said = [f"{one.text} {when[one.kind].format(one.at)}." for one in incidents(member.run)]
+    said = [f"{one.text}, {when[one.kind].format(one.at)}." for one in incidents(member.run)]
     return [first, *(text[0].upper() + text[1:] for text in said)]
 
 
