@@ -67,9 +67,11 @@ def test_pareto_shows_medians_to_the_target():
     section = section_of(*runs, target=target)
     chart = pareto(section)
     assert [view.label for view in chart.views] == ["bytes sent", "memory of a rank"]
-    ((name, *_, across, up, count, on_front),) = [row for row in chart.table.rows() if row[2] == "bytes sent"]
+    rows = [row for row in chart.table.rows() if row[2] == "bytes sent"]
+    name, _, _, point, across, up = rows[0]
     reached = sorted(Measures(run).to_target(target)["seconds"] for run in runs[:3])
-    assert (name, count, on_front) == ("ssp:staleness=3", 3, "yes")
+    assert (name, point) == ("ssp:staleness=3", "median of 3 runs, on the front")
+    assert [row[3] for row in rows[1:]] == ["seed 0", "seed 1", "seed 2"]
     assert across == pytest.approx(reached[1], rel=1e-5)
     assert up > 0
     assert "bsp" in chart.views[0].note

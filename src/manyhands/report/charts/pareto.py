@@ -10,7 +10,7 @@ bytes |  o                     With a target: time, bytes and memory until it wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, number
@@ -41,6 +41,7 @@ class Point:
     x: float
     y: float
     runs: list[tuple[float, float]]
+    seeds: list[int]
     front: bool = False
 
 
@@ -53,25 +54,27 @@ def pareto(section: Section) -> Chart:
     """One point for each group, small ones for its runs."""
     pairs = _sides(section)
     points = [(x, y, _points(section, x, y)) for x, y in pairs]
-    parts = [
-        Part(
-            (point.group.name, x.title, y.title),
-            ([number(point.x)], [number(point.y)], [len(point.runs)], ["yes" if point.front else "no"]),
-        )
-        for x, y, some in points
-        for point in some
-    ]
+    parts = [_part(point, x, y) for x, y, some in points for point in some]
     views = [View(_label(section, x, y), _figure(x, y, some), _missing(section, some)) for x, y, some in points]
     return Chart(
         "pareto",
         "What it takes" if section.target is None else f"What it takes to reach {section.target}",
         _summary(points[0][2], *pairs[0]),
-        Table(("method", "across", "up", "across, value", "up, value", "runs", "on the front"), parts),
+        Table(("method", "across", "up", "point", "across, value", "up, value"), parts),
         views,
         switch="Compare" if section.target is None else "Time against",
         about="Large markers are medians over the seeds, small ones single runs. "
         "Circles and the line mark the front: no other is better in both.",
     )
+
+
+def _part(point: Point, x: Side, y: Side) -> Part:
+    """Rows for the median and for every run."""
+    median = f"median of {plural(len(point.runs), 'run')}{', on the front' if point.front else ''}"
+    names = [median, *(f"seed {seed}" for seed in point.seeds)]
+    pairs = [(point.x, point.y), *point.runs]
+    columns = (names, [number(a) for a, _ in pairs], [number(b) for _, b in pairs])
+    return Part((point.group.name, x.title, y.title), columns)
 
 
 def _label(section: Section, x: Side, y: Side) -> str:
@@ -95,14 +98,15 @@ def _points(section: Section, x: Side, y: Side) -> list[Point]:
     found = []
     for group in section.groups:
         rows = [section.total(member) for member in group.members if member.run.failure is None]
-        pairs = [(row[x.key], row[y.key]) for row in rows if row[x.key] is not None and row[y.key] is not None]
+        rows = [row for row in rows if row[x.key] is not None and row[y.key] is not None]
+        pairs = [(row[x.key], row[y.key]) for row in rows]
         if pairs:
             across, up = (group.middle([pair[side] for pair in pairs]) for side in (0, 1))
             assert across is not None and up is not None
-            found.append(Point(group, across, up, pairs))
+            found.append(Point(group, across, up, pairs, [row["seed"] for row in rows]))
     signs = [1 if side.less else -1 for side in (x, y)]
     best = front([(signs[0] * point.x, signs[1] * point.y) for point in found])
-    return [Point(point.group, point.x, point.y, point.runs, on) for point, on in zip(found, best, strict=True)]
+    return [replace(point, front=on) for point, on in zip(found, best, strict=True)]
 
 
 def _figure(x: Side, y: Side, points: Sequence[Point]) -> Figure:
