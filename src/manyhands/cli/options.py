@@ -55,6 +55,7 @@ class Run:
     out: Annotated[Path | None, _option("where record and checkpoints go", "runs/METHOD-TASK-TIME", "DIR")] = None
     checkpoint_every: Annotated[int | None, _option("steps between two checkpoints", "none", "INT")] = None
     resume: Annotated[Path | None, _option("a checkpoint, or the --out of a run, to go on from", "none", "DIR")] = None
+    adapters: Annotated[str | None, _option("tensorboard, mlflow: told the record too", "none", "NAME,...")] = None
     json: FlagCreatePairsOff[Annotated[bool, _option("print one JSON object instead of a summary", "no")]] = False
 
 
