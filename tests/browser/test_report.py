@@ -6,6 +6,7 @@ import pytest
 
 from manyhands.report.groups import sections
 from manyhands.report.measures import Measures, Target
+from manyhands.report.page import write_report
 
 SLUG = "digits-virtual"
 CHARTS = ("curves", "pareto", "staleness", "spent", "timeline", "stragglers")
@@ -189,3 +190,11 @@ def test_names_are_text(visit):
     assert page.locator("img").count() == 0
     assert page.get_by_role("rowheader", name='<img src=x onerror="boom()">&amp;').count() >= 1
     assert '<img src=x onerror="boom()">&amp;' in part(page, "curves").locator(".legend").inner_text()
+
+
+def test_pictures_are_drawn(browser, runs, tmp_path):
+    pytest.importorskip("kaleido")
+    write_report(runs, tmp_path, png=True)
+    for chart in ("curves", "pareto", "spent"):
+        picture = (tmp_path / f"{SLUG}-{chart}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) > 10_000

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from manyhands.cli import main
 from synthetic_runs import lines
 
 
@@ -69,3 +70,13 @@ def test_bad_usage_is_refused(manyhands, runs, words, said):
 
 def test_help_has_examples(manyhands):
     assert "manyhands report runs --out runs/all --target accuracy=0.95" in manyhands("report", "--help").stdout
+
+
+def test_without_a_browser_the_page_is_there_all_the_same(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "chromium"))
+    page = tmp_path / "out" / "report.html"
+    assert main(["report", str(runs / "ssp"), "--out", str(page.parent), "--png"]) == 1
+    said = capsys.readouterr()
+    assert said.out == f"{page}\n"
+    assert "install Chromium" in said.err
+    assert page.is_file()

@@ -3,16 +3,17 @@
 import csv
 import json
 import re
+import sys
 import time
 from html.parser import HTMLParser
 
 import pytest
 
-from manyhands.core.errors import ManyhandsError, Refused
-from manyhands.report import pictures
+from manyhands.core.errors import Refused
 from manyhands.report.html import _library
 from manyhands.report.measures import Target, parse_target
 from manyhands.report.page import write_report
+from manyhands.report.pictures import NoPictures
 from manyhands.report.reading import of_lines, read, records
 from synthetic_runs import failed, lines, made
 
@@ -150,8 +151,8 @@ def test_records_are_found_in_folders(tmp_path):
 
 
 def test_pictures_say_what_they_need(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "kaleido", None)
-    with pytest.raises(ManyhandsError, match=re.escape("pip install 'manyhands[png]'")):
+    monkeypatch.setitem(sys.modules, "kaleido", None)
+    with pytest.raises(NoPictures, match=re.escape("pip install 'manyhands[png]'")):
         write_report([made()], tmp_path, png=True)
     assert (tmp_path / "report.html").is_file()
 
@@ -159,6 +160,5 @@ def test_pictures_say_what_they_need(tmp_path, monkeypatch):
 def test_pictures_say_that_a_browser_is_missing(monkeypatch, tmp_path):
     pytest.importorskip("kaleido")
     monkeypatch.setenv("BROWSER_PATH", "/nowhere/chromium")
-    monkeypatch.setattr(pictures, "BROWSERS", ())
-    with pytest.raises(ManyhandsError, match="install Chromium"):
+    with pytest.raises(NoPictures, match="install Chromium"):
         write_report([made()], tmp_path, png=True)

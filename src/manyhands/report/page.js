@@ -55,6 +55,8 @@
     return made;
   };
 
+  const face = ({ symbol, color }) => (symbol.endsWith("-open") ? { fill: "none", stroke: color } : { fill: color });
+
   const swatch = (trace) => {
     const space = "http://www.w3.org/2000/svg";
     const svg = document.createElementNS(space, "svg");
@@ -76,7 +78,7 @@
       add("path", { d: "M-15 0H15", stroke: trace.line.color, "stroke-width": 2, "stroke-dasharray": dashes });
     }
     if (trace.marker && trace.type !== "bar" && (mode.includes("markers") || trace.legendgroup))
-      add("path", { d: SYMBOLS[trace.marker.symbol] || SYMBOLS.circle, fill: trace.marker.color });
+      add("path", { d: SYMBOLS[trace.marker.symbol] || SYMBOLS.circle, ...face(trace.marker) });
     return svg;
   };
 

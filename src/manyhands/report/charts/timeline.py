@@ -47,7 +47,7 @@ def timeline(section: Section) -> Chart:
         views,
         switch="Run",
         about="What each rank did when. Shaded: everyone pauses for an evaluation or a checkpoint. "
-        "Drag to look closer.",
+        "With a mouse, drag to look closer.",
         beside=("trace.json", "All steps of all runs as a trace for Perfetto or chrome://tracing"),
         many=True,
     )
@@ -154,8 +154,10 @@ def _incident_parts(label: str, happened: Sequence[Incident]) -> list[Part]:
 
 def _words(member: Member, window: Window) -> list[str]:
     """What part of the run this is, and what happened in all of it."""
-    inside = sum(window[0] <= line["began"] and line["time"] <= window[1] for line in member.run.steps)
-    first = f"{inside:,} of {plural(len(member.run.steps), 'step')} of all ranks."
+    ranks = set(slowest(member)[0])
+    own = [line for line in member.run.steps if line["rank"] in ranks]
+    inside = sum(window[0] <= line["began"] and line["time"] <= window[1] for line in own)
+    first = f"{inside:,} of {plural(len(own), 'step')} of these ranks."
     when = {"lost": "at {:.4g} s", "slow": "from {:.4g} s on"}
     said = [f"{one.text}, {when[one.kind].format(one.at)}." for one in incidents(member.run)]
     return [first, *(text[0].upper() + text[1:] for text in said)]
