@@ -97,7 +97,7 @@ def thin(curve: Curve, points: int = POINTS) -> Curve:
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis with a title."""
-    return {"title": {"text": title}, "automargin": True, **more}
+    return {"title": {"text": title, "standoff": 8}, "automargin": True, **more}
 
 
 def escaped(text: str) -> str:

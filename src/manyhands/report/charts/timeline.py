@@ -60,7 +60,7 @@ def _windows(member: Member, limit: int) -> list[tuple[str, list[Segment], Windo
     own = [line for line in steps if line["rank"] in ranks]
     shown = own[: STEPS * len(ranks)]
     first = list(islice((segment for line in shown for segment in segments(line)), limit))
-    window = 0.0, _end(first)
+    window = _start(first), _end(first)
     found = [(member.label, first, window)]
     lost = next((one for one in incidents(member.run) if one.kind == "lost"), None)
     if lost is not None and lost.at > window[1]:
@@ -69,9 +69,13 @@ def _windows(member: Member, limit: int) -> list[tuple[str, list[Segment], Windo
         near = own[max(0, place - half) : place + half]
         drawn = list(islice((segment for line in near for segment in segments(line)), limit))
         if drawn:
-            start = min(segment.start for segment in drawn)
-            found.append((f"{member.label}, as rank {lost.rank} is lost", drawn, (start, max(_end(drawn), lost.at))))
+            around = _start(drawn), max(_end(drawn), lost.at)
+            found.append((f"{member.label}, as rank {lost.rank} is lost", drawn, around))
     return found
+
+
+def _start(drawn: Sequence[Segment]) -> float:
+    return min((segment.start for segment in drawn), default=0.0)
 
 
 def _end(drawn: Sequence[Segment]) -> float:
