@@ -6,10 +6,12 @@ import re
 from typing import Any
 
 SERIES = 8
-"""So many colours are for methods, the others for what ranks do."""
-LIGHT = ("#0072b2", "#c94f00", "#00805c", "#a3458c", "#806600", "#3f3f46", "#6a5acd", "#b3273f", "#bd8200", "#7d848e")
-"""Each has a contrast of more than 3 to 1 on white."""
-DARK = ("#5ab4ea", "#ff9a57", "#3fcf9f", "#eda3d3", "#e2c548", "#d4d4d8", "#b3a8ff", "#ff8fa0", "#a98a45", "#868e99")
+"""So many colours are for methods; two more are for what ranks do, the last one is that of hatching."""
+SERIES_LIGHT = ("#0072b2", "#c94f00", "#00805c", "#a3458c", "#806600", "#3f3f46", "#6a5acd", "#b3273f")
+LIGHT = (*SERIES_LIGHT, "#bd8200", "#7d848e", "#ffffff")
+"""Each but the last has a contrast of more than 3 to 1 on white."""
+SERIES_DARK = ("#5ab4ea", "#ff9a57", "#3fcf9f", "#eda3d3", "#e2c548", "#d4d4d8", "#b3a8ff", "#ff8fa0")
+DARK = (*SERIES_DARK, "#a98a45", "#868e99", "#14171a")
 """The same ones for a dark page."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "x", "star")
@@ -53,8 +55,8 @@ def activity(name: str) -> dict[str, Any]:
 
 
 def hatching(shape: str) -> dict[str, Any]:
-    """Light lines on a colour."""
-    return {"shape": shape, "fillmode": "overlay", "fgcolor": "#ffffff", "fgopacity": 0.55, "solidity": 0.2, "size": 8}
+    """Lines on a colour: light ones, or dark ones on a dark page."""
+    return {"shape": shape, "fillmode": "overlay", "fgcolor": LIGHT[-1], "fgopacity": 0.55, "solidity": 0.2, "size": 8}
 
 
 def wrapped(text: str, width: int = 24) -> str:

@@ -71,7 +71,7 @@
     if (trace.type === "bar") {
       add("rect", { x: -7, y: -6, width: 14, height: 12, rx: 2, fill: trace.marker.color });
       const hatching = HATCHINGS[trace.marker.pattern && trace.marker.pattern.shape];
-      if (hatching) add("path", { d: hatching, stroke: "#fff", "stroke-opacity": 0.7, "stroke-width": 1.5 });
+      if (hatching) add("path", { d: hatching, stroke: trace.marker.pattern.fgcolor, "stroke-opacity": 0.7, "stroke-width": 1.5 });
     }
     if (mode.includes("lines")) {
       const dashes = DASHES[trace.line.dash] || "none";

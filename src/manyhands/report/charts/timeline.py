@@ -134,7 +134,7 @@ def _markers(kind: str, some: Sequence[Incident]) -> dict[str, Any]:
         "name": {"lost": "lost", "slow": "slowed down"}[kind],
         "x": numbers(one.at for one in some),
         "y": [one.rank for one in some],
-        "marker": {"symbol": shape, "size": 13, "color": colour(7), "line": {"width": 1, "color": "#ffffff"}},
+        "marker": {"symbol": shape, "size": 13, "color": colour(7), "line": {"width": 1, "color": LIGHT[-1]}},
         "text": [escaped(one.text) for one in some],
         "hovertemplate": "%{text}<br>at %{x:.6g} s<extra></extra>",
         "cliponaxis": False,
