@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, numbers
 from manyhands.report.groups import Group, Member, Section
@@ -62,33 +63,28 @@ def _part(label: str, names: list[str], rows: Sequence[Row]) -> Part:
 def _stacked(names: Sequence[str], rows: Sequence[Row], title: str) -> Figure:
     """A bar for each name, the first one on top."""
     bars = [escaped(name) for name in names]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": bars,
-            "x": numbers(row[name] for row in rows),
-            "marker": activity(name),
-            "hovertemplate": f"%{{y}}<br>{name} %{{x:.4g}} s<extra></extra>",
-        }
-        for name in ACTIVITIES
-    ]
+    ticks = {"tickvals": bars, "ticktext": [wrapped(name) for name in bars]}
     layout = {
         "barmode": "stack",
         "bargap": 0.3,
         "legend": {"orientation": "h", "traceorder": "normal"},
         "xaxis": axis(title, rangemode="tozero"),
-        "yaxis": {
-            "automargin": True,
-            "autorange": "reversed",
-            "type": "category",
-            "tickvals": bars,
-            "ticktext": [wrapped(name) for name in bars],
-        },
+        "yaxis": {"automargin": True, "autorange": "reversed", "type": "category", **ticks},
         "height": 90 + 36 * max(len(bars), 3),
     }
-    return {"data": data, "layout": layout}
+    return {"data": [_bars(name, bars, [row[name] for row in rows]) for name in ACTIVITIES], "layout": layout}
+
+
+def _bars(name: str, bars: list[str], seconds: list[float]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": bars,
+        "x": numbers(seconds),
+        "marker": activity(name),
+        "hovertemplate": f"%{{y}}<br>{name} %{{x:.4g}} s<extra></extra>",
+    }
 
 
 def _summary(means: Mapping[str, Row]) -> str:

@@ -18,18 +18,7 @@ def stragglers(section: Section) -> Chart:
     scores = {group.name: _scores(group) for group in section.groups}
     parts = [Part((name,), (list(some), numbers(some.values()))) for name, some in scores.items() if some]
     crowded = sum(map(len, scores.values())) > MOST_BARS
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter" if crowded else "bar",
-            "name": escaped(group.name),
-            "x": list(scores[group.name]),
-            "y": numbers(scores[group.name].values()),
-            **({"mode": "markers", "marker": marker(group.place, size=8)} if crowded else {"marker": bar(group.place)}),
-            "hovertemplate": f"{escaped(group.name)}<br>rank %{{x}}: %{{y:.3g}} times<extra></extra>",
-        }
-        for group in section.groups
-        if scores[group.name]
-    ]
+    data = [_trace(group, scores[group.name], crowded) for group in section.groups if scores[group.name]]
     layout = {
         "legend": {"orientation": "h"},
         "xaxis": axis("rank", tickformat="d", **({"dtick": 1} if _most(scores) < 20 else {})),
@@ -44,6 +33,17 @@ def stragglers(section: Section) -> Chart:
         [View("", {"data": data, "layout": layout})],
         about="A rank at 2 computes twice as long for one mini-batch as the rank in the middle.",
     )
+
+
+def _trace(group: Group, scores: dict[int, float], crowded: bool) -> dict[str, Any]:
+    kind = {"type": "scatter", "mode": "markers", "marker": marker(group.place, size=8)}
+    return {
+        **(kind if crowded else {"type": "bar", "marker": bar(group.place)}),
+        "name": escaped(group.name),
+        "x": list(scores),
+        "y": numbers(scores.values()),
+        "hovertemplate": f"{escaped(group.name)}<br>rank %{{x}}: %{{y:.3g}} times<extra></extra>",
+    }
 
 
 def _scores(group: Group) -> dict[int, float]:
