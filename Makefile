@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test soak lint types docs bench clean
+.PHONY: demo test soak lint types docs bench browser clean
 
 demo: $(READY)
 	$(BIN)/manyhands train ssp --task digits --workers 2 --seed 0
@@ -28,6 +28,13 @@ docs: $(READY)
 
 bench: $(READY)
 	$(BIN)/manyhands bench virtual
+
+# Chromium, which tests of reports look through and --png draws with; where it cannot be installed, tests skip and say so.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name && exit 0; done; \
+	echo "no Chromium: installing it from Debian's packages"; \
+	{ apt-get update && apt-get install -y --no-install-recommends chromium; } || \
+	{ echo "Chromium could not be installed: do it by hand, for example with apt-get install chromium" >&2; exit 1; }
 
 # What can be made again. Records in runs/ stay, and so does .venv.
 clean:

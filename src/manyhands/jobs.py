@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from manyhands.core.recipe import recipe_of
 from manyhands.core.task import Task
 from manyhands.plan import Plan, machines, make_plan, with_checkpoints, with_evaluations
 from manyhands.processes import Done, Named, run_plan
+from manyhands.report.adapters import adapters as listeners
 from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress
 from manyhands.report.record import FORMAT, Record
@@ -50,6 +51,7 @@ def train(
     resume: str | Path | None = None,
     spares: int = 0,
     evaluate_every: int | None = None,
+    adapters: Sequence[str] = (),
 ) -> Result:
     """Train a task with a method, by real processes of this machine or in a virtual cluster.
 
@@ -73,6 +75,7 @@ def train(
         resume: a checkpoint, a folder of them, or the `out` of the run to go on with.
         spares: real workers that come later: one when a worker is lost, or when this process gets SIGUSR1.
         evaluate_every: steps between two looks at the test data on the way; everyone pauses meanwhile.
+        adapters: who is told the record too, if installed: "tensorboard", "mlflow".
     """
     named = Named(task, None if data is None else Path(data)) if isinstance(task, str) else None
     task = named.load() if named is not None else task
@@ -83,7 +86,8 @@ def train(
     for remark in plan.remarks:
         log.warning("%s", remark)
     began = time.perf_counter()
-    with Record(None if out is None else Path(out), goes_on=resume is not None) as record:
+    folder = None if out is None else Path(out)
+    with Record(folder, goes_on=resume is not None, also=listeners(adapters, folder)) as record:
         record.write(_header(plan))
         try:
             result = _result(plan, _run(plan, named, record, progress), record, began)

@@ -60,6 +60,7 @@ class Run(Common):
     seed: Annotated[int, option("fixes the initial weights, the data order and all chance")] = 0
     spares: Annotated[int | None, option("workers that come when one is lost, or at SIGUSR1", "0", "INT")] = None
     out: Annotated[Path | None, option("where record and checkpoints go", "runs/METHOD-TASK-TIME", "DIR")] = None
+    adapters: Annotated[str | None, option("tensorboard, mlflow: told the record too", "none", "NAME,...")] = None
     evaluate_every: Annotated[int | None, option("steps between two looks at the test data", "none", "INT")] = None
     checkpoint_every: Annotated[int | None, option("steps between two checkpoints", "none", "INT")] = None
     resume: Annotated[Path | None, option("a checkpoint, or the --out of a run, to go on from", "none", "DIR")] = None

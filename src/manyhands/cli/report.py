@@ -47,18 +47,27 @@ class Options:
 def run(argv: Sequence[str]) -> int:
     """Read the records, write the report, say where it is."""
     options = parse(Options, argv, "report", ABOUT)
+    if not options.runs:
+        raise Refused("name a record, or a folder with one: manyhands report RUN... (see manyhands report --help)")
     from manyhands.report.measures import parse_target, totals
-    from manyhands.report.page import write_report
+    from manyhands.report.page import NAME, write_report
+    from manyhands.report.pictures import NoPictures
 
     target = None if options.target is None else parse_target(options.target)
     out = folder(options.out, options.force)
     runs, left_out = gathered(options.runs)
-    page = write_report(runs, out, target=target, title=options.title, notes=left_out, png=options.png)
+    trouble = None
+    try:
+        page = write_report(runs, out, target=target, title=options.title, notes=left_out, png=options.png)
+    except NoPictures as error:
+        page, trouble = out / NAME, error
     if options.json:
         rows = [{"record": one.path, **totals(one, target), "warnings": one.warnings} for one in runs]
         print_json({"report": page, "target": options.target, "runs": rows, "left_out": left_out})
     else:
         print(page)
+    if trouble is not None:
+        raise trouble
     return 0
 
 

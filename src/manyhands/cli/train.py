@@ -119,6 +119,7 @@ def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
     progress = choose(f"{method.name} on {options.task}")
     names = ("data", "seed", "steps", "epochs", "batch_size", "checkpoint_every", "evaluate_every", "resume")
     chosen = {name: getattr(options, name) for name in names}
+    chosen["adapters"] = [name.strip() for name in (options.adapters or "").split(",") if name.strip()]
     with folder(options.out, f"{method.name}-{options.task}") as out:
         try:
             return jobs.train(options.task, strategy, out=out, progress=progress, **where, **chosen)

@@ -6,7 +6,7 @@ A figure is a plain dict as plotly takes it. Figures and tables hold the same li
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,9 @@ class Chart:
     """What one chooses, if there is more than one view."""
     about: str = ""
     """What it shows, for people who see it first."""
-    many: bool = field(default=False)
+    beside: tuple[str, str] | None = None
+    """A file with more, and what it is."""
+    many: bool = False
     """So many views that they are a list to choose from."""
 
 
@@ -95,7 +97,7 @@ def thin(curve: Curve, points: int = POINTS) -> Curve:
 
 def axis(title: str, **more: Any) -> dict[str, Any]:
     """An axis with a title."""
-    return {"title": {"text": title}, "automargin": True, **more}
+    return {"title": {"text": title, "standoff": 8}, "automargin": True, **more}
 
 
 def escaped(text: str) -> str:

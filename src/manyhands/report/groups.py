@@ -19,7 +19,7 @@ from manyhands.report.reading import Run
 
 ALIKE = ("method", "strategy", "workers", "servers", "replicas", "link", "cluster", "batch_size", "start", "steps")
 """What runs of one group have in common."""
-SAID = {"workers": "{} workers", "servers": "{} servers", "batch_size": "batches of {}", "steps": "{} steps"}
+SAID = {"workers": "{} worker{s}", "servers": "{} server{s}", "batch_size": "batches of {}", "steps": "{} step{s}"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,12 @@ class Group:
     name: str
     place: int
     members: list[Member]
+
+    @property
+    def typical(self) -> Member:
+        """The run in the middle: by accuracy or, where there is none, by loss. A failed one only if all are."""
+        done = [member for member in self.members if member.run.failure is None] or self.members
+        return sorted(done, key=_goodness)[len(done) // 2]
 
     def middle(self, values: Sequence[float | None]) -> float | None:
         """The median of those that there are."""
@@ -75,10 +81,20 @@ class Section:
     @cached_property
     def totals(self) -> dict[int, dict[str, Any]]:
         """What each run came to, by the identity of the run."""
-        return {id(member.run): totals(member.run, self.target) for member in self.members}
+        found = {}
+        for member in self.members:
+            row = totals(member.run, self.target)
+            found[id(member.run)] = row if member.run.held else {**row, "memory": None}
+        return found
 
     def total(self, member: Member) -> dict[str, Any]:
         return self.totals[id(member.run)]
+
+
+def _goodness(member: Member) -> tuple[float, float]:
+    m = member.measures
+    accuracy, loss = (float(curve.values[-1]) if len(curve.values) else 0.0 for curve in (m.accuracy, m.loss))
+    return accuracy, -loss
 
 
 def sections(runs: Sequence[Run], target: Target | None = None) -> list[Section]:
@@ -137,16 +153,15 @@ def _names(firsts: Sequence[Run]) -> list[str]:
 def _words(key: str, run: Run, twins: Sequence[Run]) -> list[str]:
     if key == "cluster":
         return _cluster_words([twin.header.get(key) or {} for twin in twins], run.header.get(key) or {})
-    return [SAID[key].format(run.header.get(key))] if key in SAID else []
+    value = run.header.get(key)
+    return [SAID[key].format(value, s="" if value == 1 else "s")] if key in SAID and value else []
 
 
 def _cluster_words(all_of_them: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> list[str]:
-    """What is peculiar to this cluster; numbers are said, lists only named."""
+    """What is peculiar to this cluster; numbers are said, lists only named, and nothing is nothing peculiar."""
     words = []
     for key in sorted({key for cluster in all_of_them for key in cluster} - {"workers", "servers"}):
         values = {json.dumps(cluster.get(key), default=str) for cluster in all_of_them}
-        if len(values) > 1:
-            value = one.get(key)
-            listed = isinstance(value, list | dict | None)
-            words.append((f"with {key}" if value else f"no {key}") if listed else f"{key} {value}")
+        if len(values) > 1 and (value := one.get(key)):
+            words.append(f"with {key}" if isinstance(value, list | dict) else f"{key} {value}")
     return words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -94,7 +95,7 @@ def _link(target: str, text: str) -> str:
 def _lead(sections: Sequence[Section]) -> str:
     members = [member for section in sections for member in section.members]
     failed = sum(member.run.failure is not None for member in members)
-    groups = plural(sum(len(section.groups) for section in sections), "method")
+    groups = plural(len({member.run.method for member in members}), "method")
     ended = f", {failed} of them without a result" if failed else ""
     return f"{plural(len(members), 'run')} of {groups}{ended}. Made by manyhands {__version__}."
 
@@ -123,15 +124,21 @@ def _summary(section: Section) -> str:
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("method", "seeds", *(c.title for c in shown)))
     rows = "".join(_summary_row(line) for line in summary.lines(section))
     best = "the first to reach the target first" if section.target else "the best answer first"
-    caption = f"Medians over seeds, with the range below if there are several; {best}."
-    inside = f"<caption>{caption}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
-    return _scrolling("Summary", f'<table class="summary">{inside}</table>')
+    about = f"Medians over seeds, with the range below if there are several; {best}. Failed runs come last."
+    inside = f"<caption>Summary</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
+    table = _scrolling("Summary", f'<table class="summary">{inside}</table>')
+    return f'<p class="about">{about}</p>{table}'
 
 
 def _summary_row(line: summary.Line) -> str:
     failure = f'<span class="failure">failed: {escape(line.failure)}</span>' if line.failure else ""
     cells = "".join(f"<td>{escape(c.text)}{_spread(c.spread)}</td>" for c in line.cells)
-    return f'<tr><th scope="row">{escape(line.name)}{failure}</th><td>{escape(line.seeds)}</td>{cells}</tr>'
+    return f'<tr><th scope="row">{_breakable(line.name)}{failure}</th><td>{escape(line.seeds)}</td>{cells}</tr>'
+
+
+def _breakable(name: str) -> str:
+    """A name that may be broken after its signs."""
+    return re.sub(r"([:,(])", r"\1<wbr>", escape(name))
 
 
 def _spread(text: str) -> str:
@@ -154,10 +161,14 @@ def _chart(section: Section, chart: Chart) -> str:
 </figure>
 <p class="note" aria-live="polite"></p>
 <details><summary>Numbers of this chart</summary>
-<p><a href="data/{slug}.csv">All of them as CSV</a></p>
+<p><a href="data/{slug}.csv">All of them as CSV</a>{_beside(chart)}</p>
 {_scrolling(f"Numbers: {chart.title}", "")}
 </details>
 </section>"""
+
+
+def _beside(chart: Chart) -> str:
+    return "" if chart.beside is None else f' <a href="{chart.beside[0]}">{escape(chart.beside[1])}</a>'
 
 
 def _switch(slug: str, chart: Chart) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.report.reading import Run
 from manyhands.report.record import Line
@@ -20,8 +20,7 @@ from manyhands.report.record import Line
 UNITS = {"min": 60.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "s": 1.0, "": 1.0}
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A rank did one thing for a while."""
 
     rank: int
@@ -43,22 +42,19 @@ class Incident:
 
 def segments(line: Line) -> Iterator[Segment]:
     """The parts of one step that took any time, one after the other."""
-    left = {name: max(0.0, float(line[name])) for name in ("wait", "send", "encode")}
-    at, end = float(line["began"]), float(line["time"])
-    parts: list[tuple[str, float]] = []
-    gap = max(0.0, min(float(line["compute_began"]), end) - at)
+    rank, step, at, end = line["rank"], line["step"], line["began"], line["time"]
+    gap = max(0.0, min(line["compute_began"], end) - at)
+    parts, later = [], []
     for name in ("wait", "send", "encode"):
-        part = min(gap, left[name])
-        gap, left[name] = gap - part, left[name] - part
-        parts.append((name, part))
-    parts += [("other", gap), ("compute", float(line["compute"]))]
-    parts += [(name, left[name]) for name in ("encode", "send", "wait")]
-    parts.append(("other", end - at))  # as much of it as is left
-    for name, seconds in parts:
-        seconds = min(seconds, end - at)
-        if seconds > 0:
-            yield Segment(line["rank"], line["step"], name, at, seconds)
-            at += seconds
+        before = min(gap, line[name])
+        gap -= before
+        parts.append((name, before))
+        later.append((name, line[name] - before))
+    for name, seconds in (*parts, ("other", gap), ("compute", line["compute"]), *reversed(later), ("other", end)):
+        length = min(seconds, end - at)  # of the last one as much as is left
+        if length > 0:
+            yield Segment(rank, step, name, at, length)
+            at += length
 
 
 def incidents(run: Run) -> list[Incident]:

@@ -4,12 +4,17 @@
   const page = JSON.parse(document.getElementById("report-data").textContent);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const coarse = matchMedia("(pointer: coarse)");
+  const narrow = matchMedia("(max-width: 40rem)");
   const SYMBOLS = {
     circle: "M0-4A4 4 0 1 1 0 4A4 4 0 1 1 0-4", square: "M-4-4H4V4H-4Z", diamond: "M0-5L5 0L0 5L-5 0Z",
     "triangle-up": "M0-5L5 4H-5Z", "triangle-down": "M0 5L5-4H-5Z", "triangle-right": "M5 0L-4 5V-5Z",
     cross: "M-1.5-5H1.5V-1.5H5V1.5H1.5V5H-1.5V1.5H-5V-1.5H-1.5Z",
     x: "M-4.5-2.5L-2.5-4.5L0-2L2.5-4.5L4.5-2.5L2 0L4.5 2.5L2.5 4.5L0 2L-2.5 4.5L-4.5 2.5L-2 0Z",
     star: "M0-5.5L1.6-1.8L5.5-1.5L2.5 1L3.4 5L0 2.8L-3.4 5L-2.5 1L-5.5-1.5L-1.6-1.8Z",
+  };
+  const HATCHINGS = {
+    "/": "M-6 4L0-5M0 5L6-4", "\\": "M-6-4L0 5M0-5L6 4", x: "M-5-5L5 5M-5 5L5-5", "-": "M-7-2H7M-7 2H7",
+    "|": "M-3-6V6M3-6V6", "+": "M-7 0H7M0-6V6", ".": "M-4-2h2M2-2h2M-1 2h2",
   };
   const DASHES = { dash: "7 4", dot: "2 3", dashdot: "7 3 2 3", longdash: "11 4", longdashdot: "11 3 2 3" };
 
@@ -27,7 +32,7 @@
   const themed = (layout) => {
     const style = getComputedStyle(document.documentElement);
     const ink = (name) => style.getPropertyValue(name).trim();
-    const font = { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink("--ink") };
+    const font = { family: getComputedStyle(document.body).fontFamily, size: narrow.matches ? 12 : 13, color: ink("--ink") };
     const clear = "rgba(0,0,0,0)";
     const made = { ...layout, font, paper_bgcolor: clear, plot_bgcolor: clear, showlegend: false, autosize: true };
     made.margin = { l: 8, r: 16, t: 10, b: 8, pad: 4 };
@@ -35,7 +40,10 @@
     made.hoverlabel = { bgcolor: ink("--card"), bordercolor: ink("--line"), font, align: "left" };
     for (const name of Object.keys(made).filter((key) => /^[xy]axis/.test(key))) {
       const lines = { gridcolor: ink("--grid"), zerolinecolor: ink("--line"), linecolor: ink("--line") };
-      made[name] = { ...lines, ...made[name], fixedrange: coarse.matches };
+      const given = made[name];
+      const title = { ...given.title, font: { size: font.size } };
+      made[name] = { tickangle: 0, ...lines, ...given, title, fixedrange: coarse.matches };
+      if (narrow.matches && name[0] === "x" && !given.type) made[name].nticks = 5;
     }
     return made;
   };
@@ -46,6 +54,8 @@
     made.append(...children);
     return made;
   };
+
+  const face = ({ symbol, color }) => (symbol.endsWith("-open") ? { fill: "none", stroke: color } : { fill: color });
 
   const swatch = (trace) => {
     const space = "http://www.w3.org/2000/svg";
@@ -58,13 +68,17 @@
     for (const [key, value] of Object.entries({ width: 30, height: 12, viewBox: "-15 -6 30 12", "aria-hidden": "true" }))
       svg.setAttribute(key, value);
     const mode = trace.mode || "";
-    if (trace.type === "bar") add("rect", { x: -6, y: -6, width: 12, height: 12, rx: 2, fill: trace.marker.color });
+    if (trace.type === "bar") {
+      add("rect", { x: -7, y: -6, width: 14, height: 12, rx: 2, fill: trace.marker.color });
+      const hatching = HATCHINGS[trace.marker.pattern && trace.marker.pattern.shape];
+      if (hatching) add("path", { d: hatching, stroke: trace.marker.pattern.fgcolor, "stroke-opacity": 0.7, "stroke-width": 1.5 });
+    }
     if (mode.includes("lines")) {
       const dashes = DASHES[trace.line.dash] || "none";
       add("path", { d: "M-15 0H15", stroke: trace.line.color, "stroke-width": 2, "stroke-dasharray": dashes });
     }
     if (trace.marker && trace.type !== "bar" && (mode.includes("markers") || trace.legendgroup))
-      add("path", { d: SYMBOLS[trace.marker.symbol] || SYMBOLS.circle, fill: trace.marker.color });
+      add("path", { d: SYMBOLS[trace.marker.symbol] || SYMBOLS.circle, ...face(trace.marker) });
     return svg;
   };
 
@@ -120,22 +134,21 @@
     fill() {
       if (!this.details.open) return;
       const { columns, parts, title, many } = this.chart;
+      const skip = many ? 1 : 0; // the caption says it already
       const caption = many ? `${title}: ${this.view.label}` : title;
-      const head = element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)));
-      const body = element("tbody");
-      for (const part of parts.filter((one) => !many || one.keys[0] === this.view.label)) {
+      const rows = parts.filter((one) => !many || one.keys[0] === this.view.label).flatMap((part) => {
         const lists = part.columns.map(revive);
-        lists[0].forEach((_, n) => body.append(this.row([...part.keys, ...lists.map((list) => list[n])])));
-      }
+        return lists[0].map((_, n) => [...part.keys.slice(skip), ...lists.map((list) => list[n])]);
+      });
+      const kind = (cell) => (typeof cell === "number" ? {} : { class: "text" });
+      const head = element("tr", {}, ...columns.slice(skip).map((name, n) =>
+        element("th", { scope: "col", ...kind(rows.length ? rows[0][n] : 0) }, name)));
+      const body = element("tbody");
+      for (const [first, ...others] of rows)
+        body.append(element("tr", {}, element("th", { scope: "row" }, String(first)),
+          ...others.map((cell) => element("td", kind(cell), String(cell)))));
       const table = element("table", {}, element("caption", {}, caption), element("thead", {}, head), body);
       this.details.querySelector(".scroll").replaceChildren(table);
-    }
-
-    row(cells) {
-      const kind = (cell) => (typeof cell === "number" ? {} : { class: "text" });
-      const [first, ...others] = cells.map(String);
-      return element("tr", {}, element("th", { scope: "row" }, first),
-        ...others.map((text, n) => element("td", kind(cells[n + 1]), text)));
     }
   }
 

@@ -49,7 +49,7 @@ def write_report(
         target: what is to be reached, for the time, bytes and memory that it took.
         title: the heading; if empty it names methods and tasks.
         notes: what else readers should know, such as what was not run and why.
-        png: write the main figures as pictures too; needs kaleido and a browser.
+        png: write the main figures as pictures too; needs kaleido and a browser, else NoPictures is raised at the end.
     """
     refuse_unless(bool(runs), "the number of runs", len(runs), ">= 1")
     parts = sections(runs, target)
@@ -60,7 +60,7 @@ def write_report(
             write_csv(chart.table, out / "data" / f"{slug}-{chart.name}.csv")
     write_trace([member for section in parts for member in section.members], out / "trace.json")
     (out / NAME).write_text(page(title or _title(parts), parts, charts, notes), encoding="utf-8")
-    if png:
+    if png:  # last, for whatever they need may be missing
         write_pictures(_figures(charts), out)
     return out / NAME
 

@@ -1,9 +1,8 @@
-"""The main figures as PNG files, drawn by kaleido in a browser that is installed already."""
+"""The main figures as PNG files, drawn by kaleido in a browser that is installed already, wherever that is."""
 
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,11 @@ from manyhands.report.chart import Chart, Figure
 WIDTH = 1000
 SCALE = 2
 """Pixels per point."""
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 GRID = "#d9dde3"
+
+
+class NoPictures(ManyhandsError):
+    """Pictures could not be drawn; everything else of the report is there."""
 
 
 def write_pictures(charts: Mapping[str, Chart], out: Path) -> list[Path]:
@@ -23,38 +25,34 @@ def write_pictures(charts: Mapping[str, Chart], out: Path) -> list[Path]:
     try:
         import kaleido
     except ImportError:
-        raise ManyhandsError("PNG files need kaleido: pip install 'manyhands[png]'") from None
+        raise NoPictures("PNG files need kaleido: pip install 'manyhands[png]'") from None
     from plotly import offline
 
     script = Path(offline.__file__).parent.parent / "package_data" / "plotly.min.js"
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     paths = {name: out / f"{name}.png" for name in charts}
     work = [_order(chart, paths[name]) for name, chart in charts.items()]
-    options: dict[str, Any] = {"mathjax": False, "plotlyjs": str(script), "n": 1}
-    options |= {} if browser is None else {"path": browser}
+    options = {"mathjax": False, "plotlyjs": str(script), "n": 1}  # nothing comes from a network
     try:
         kaleido.write_fig_from_object_sync(work, kopts=options)
     except Exception as error:
         if type(error).__name__ == "ChromeNotFoundError":
-            raise ManyhandsError(
-                "PNG files need a browser: install Chromium (Debian: apt-get install chromium)"
-            ) from None
-        raise ManyhandsError(f"PNG files could not be drawn: {type(error).__name__}: {error}") from error
+            raise NoPictures("PNG files need a browser: install Chromium (Debian: apt-get install chromium)") from None
+        raise NoPictures(f"PNG files could not be drawn: {type(error).__name__}: {error}") from error
     return list(paths.values())
 
 
 def _order(chart: Chart, path: Path) -> dict[str, Any]:
-    figure = on_paper(chart.views[0].figure, chart.title)
+    figure = on_paper(chart.views[0].figure)
     size = {"width": WIDTH, "height": figure["layout"]["height"] + 60, "scale": SCALE, "format": "png"}
     return {"fig": figure, "path": str(path), "opts": size}
 
 
-def on_paper(figure: Figure, title: str) -> Figure:
-    """The figure with a title, in dark ink on white."""
+def on_paper(figure: Figure) -> Figure:
+    """The figure in dark ink on white."""
     drawn = copy.deepcopy(figure)
     layout = drawn["layout"]
-    layout |= {"title": {"text": title, "x": 0.02}, "paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff"}
-    layout |= {"font": {"color": "#1c2024", "size": 13}, "margin": {"l": 70, "r": 30, "t": 60, "b": 60}}
+    layout |= {"paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff"}
+    layout |= {"font": {"color": "#1c2024", "size": 13}, "margin": {"l": 70, "r": 30, "t": 20, "b": 60}}
     layout["legend"] = {**layout.get("legend", {}), "y": 1.0, "yanchor": "bottom", "x": 0}
     for name in layout:
         if name.startswith(("xaxis", "yaxis")):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 Line = dict[str, Any]
 
@@ -28,10 +28,22 @@ FLUSH = 1.0
 """Seconds until a line is certainly on disk."""
 
 
-class Record:
-    """Lines kept in memory and, if there is a folder, on disk as they come; a run that `goes_on` adds to its record."""
+class Listener(Protocol):
+    """Whoever is told the lines besides: see `adapters`."""
 
-    def __init__(self, folder: Path | None = None, *, goes_on: bool = False) -> None:
+    def write(self, line: Line) -> None:
+        """One line more."""
+
+    def close(self) -> None:
+        """The last line has come."""
+
+
+class Record:
+    """Lines kept in memory and, if there is a folder, on disk as they come; a run that `goes_on` adds to its record.
+    `also` are told every line too."""
+
+    def __init__(self, folder: Path | None = None, *, goes_on: bool = False, also: Sequence[Listener] = ()) -> None:
+        self._also = also
         self.lines: list[Line] = []
         self.path: Path | None = None
         self._flushed = 0.0
@@ -49,6 +61,8 @@ class Record:
             if time.monotonic() - self._flushed > FLUSH:
                 self._file.flush()
                 self._flushed = time.monotonic()
+        for listener in self._also:
+            listener.write(self.lines[-1])
 
     def __enter__(self) -> Record:
         return self
@@ -56,6 +70,8 @@ class Record:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
+        for listener in self._also:
+            listener.close()
 
 
 def plain(value: Any) -> Any:

@@ -51,8 +51,7 @@ def columns(section: Section) -> list[Column]:
         Column("seconds", "virtual time" if section.virtual else "time", seconds_text),
         Column("samples_per_second", f"samples per {s}", count_text),
         Column("bytes", "sent", bytes_text),
-        Column("mean_lag", "mean lag", count_text),
-        Column("max_lag", "most lag", count_text),
+        Column("mean_lag", "lag", count_text),
         Column("waiting", "waiting", share_text),
         Column("memory", "memory of a rank", bytes_text),
     ]
@@ -88,17 +87,28 @@ def _minus(value: float | None) -> float | None:
 def _finished(section: Section, group: Group, members: Sequence[Member], shown: Sequence[Column]) -> Line:
     rows = [section.total(member) for member in members]
     seeds = ", ".join(str(member.run.seed) for member in sorted(members, key=lambda member: member.run.seed))
-    return Line(group.name, seeds, [_cell(column, [row[column.key] for row in rows], group) for column in shown])
+    return Line(group.name, seeds, [_cell(column, rows, group) for column in shown])
 
 
-def _cell(column: Column, values: Sequence[float | None], group: Group) -> Cell:
+def _cell(column: Column, rows: Sequence[Row], group: Group) -> Cell:
+    values = [row[column.key] for row in rows]
     found = [value for value in values if value is not None]
     if not found:
         return Cell("not reached" if column.key == "seconds_to_target" else "")
-    spread = f"{column.show(min(found))} to {column.show(max(found))}" if min(found) != max(found) else ""
+    spread = _range(column.show(min(found)), column.show(max(found)))
+    if column.key == "mean_lag":
+        spread = f"at most {most}" if (most := max(row["max_lag"] or 0 for row in rows)) else ""
     if column.key == "seconds_to_target" and len(found) < len(values):
         spread = f"{len(found)} of {len(values)} seeds{': ' if spread else ''}{spread}"
     return Cell(column.show(group.middle(found)), spread)
+
+
+def _range(low: str, high: str) -> str:
+    """From the least to the most; a unit that both have is said once."""
+    if low == high:
+        return ""
+    (first, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")
+    return f"{first if unit == same else low} to {high}"
 
 
 def _failed(section: Section, member: Member, shown: Sequence[Column]) -> Line:

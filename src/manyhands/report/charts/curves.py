@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, numbers, thin
+from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, number, numbers, thin
 from manyhands.report.groups import Member, Section
-from manyhands.report.look import line, marker, plural, share_text
+from manyhands.report.look import colour, line, marker, plural, share_text
 from manyhands.report.measures import Curve
 
 AXES = ("seconds", "samples", "bytes")
+WHAT = ("loss", "accuracy")
 LOGARITHMIC = 10.0
 """From this ratio of the largest loss to the smallest on, the axis of losses is logarithmic."""
+
+Drawn = tuple[Member, str, dict[str, list[Any]]]
+"""A run, what is measured, and the columns of its curve."""
 
 
 def curves(section: Section) -> Chart:
@@ -33,11 +38,8 @@ def curves(section: Section) -> Chart:
         views,
         switch="Over",
         about="Loss of mini-batches, averaged over a moving window, and accuracy on test data. "
-        "Pauses for evaluation do not count as time; samples and bytes are those of all workers.",
+        "Thin lines are further seeds. Pauses for evaluation do not count; samples and bytes are those of all workers.",
     )
-
-
-WHAT = ("loss", "accuracy")
 
 
 def labels(section: Section) -> dict[str, str]:
@@ -49,50 +51,60 @@ def _columns(curve: Curve) -> dict[str, list[Any]]:
     return {name: numbers(getattr(curve, name)) for name in (*AXES, "values")}
 
 
-def _figure(section: Section, lines: list[tuple[Member, str, dict[str, list[Any]]]], name: str, label: str) -> Figure:
+def _figure(section: Section, lines: list[Drawn], name: str, label: str) -> Figure:
     """Losses above, accuracies below, one axis for both; only one of them if there is nothing of the other."""
     shown = [what for what in WHAT if any(one == what for _, one, _ in lines)] or ["loss"]
-    named: set[str] = set()
+    typical = {group.name: group.typical for group in section.groups}
     data = []
     for member, what, columns in lines:
-        data.append(_trace(member, what, columns, name, "" if what == shown[0] else "2", member.name not in named))
-        named.add(member.name)
-    layout: dict[str, Any] = {"hovermode": "closest", "legend": {"orientation": "h"}, "height": 280 * len(shown) + 60}
-    for place, what in enumerate(shown):
-        low, high = 1 - (place + 1) / len(shown), 1 - place / len(shown)
-        domain = [low + (0.04 if place + 1 < len(shown) else 0), high - (0.04 if place else 0)]
-        scale = {"type": "log"} if what == "loss" and _wide(lines) else {}
-        y = {"tickformat": ".0%"} if what == "accuracy" else {}
-        layout[f"yaxis{place + 1 if place else ''}"] = axis(what, domain=domain, **scale, **y)
-    bottom = f"y{len(shown) if len(shown) > 1 else ''}"
-    layout["xaxis"] = axis(
-        label, anchor=bottom, rangemode="tozero", **({"tickformat": "~s", "ticksuffix": "B"} if name == "bytes" else {})
-    )
-    return {"data": data, "layout": layout}
-
-
-def _trace(
-    member: Member, what: str, columns: dict[str, list[Any]], name: str, axes: str, legend: bool
-) -> dict[str, Any]:
-    unit = {"bytes": "%{x:.4s}B", "samples": "%{x:,} samples", "seconds": "%{x:.4g} s"}[name]
+        first, bold = what == shown[0], typical[member.name] is member
+        trace = {**_trace(member, what, columns["values"], bold), "showlegend": bold and first}
+        data.append({**trace, "x": columns[name], "yaxis": "y" if first else "y2", **_hover(member, what, name)})
+    form = {"tickformat": "~s", "ticksuffix": "B"} if name == "bytes" else {}
+    layout = {"hovermode": "closest", "legend": {"orientation": "h"}, "height": 280 * len(shown) + 60}
+    below = {"anchor": "y2" if len(shown) > 1 else "y"}
     return {
-        "type": "scatter",
-        "mode": "lines" if what == "loss" else "lines+markers",
-        "name": escaped(member.name),
-        "legendgroup": escaped(member.name),
-        "showlegend": legend,
-        "x": columns[name],
-        "y": columns["values"],
-        "yaxis": f"y{axes}",
-        "line": line(member.place, width=1.8),
-        "marker": marker(member.place, size=6),
-        "hovertemplate": f"{escaped(member.label)}<br>{what} %{{y:.4g}} at {unit}<extra></extra>",
+        "data": data,
+        "layout": layout | _heights(lines, shown) | {"xaxis": axis(label, rangemode="tozero", **below, **form)},
     }
 
 
-def _wide(lines: list[tuple[Member, str, dict[str, list[Any]]]]) -> bool:
+def _heights(lines: list[Drawn], shown: list[str]) -> dict[str, Any]:
+    """The axes of losses and of accuracies, one above the other."""
+    domains = [[0.54, 1.0], [0.0, 0.46]] if len(shown) > 1 else [[0.0, 1.0]]
+    forms = {"loss": _logarithmic(lines), "accuracy": {"tickformat": ".0%"}}
+    axes = [axis(what, domain=domain, **forms[what]) for what, domain in zip(shown, domains, strict=True)]
+    return dict(zip(("yaxis", "yaxis2"), axes, strict=False))
+
+
+def _trace(member: Member, what: str, values: list[Any], bold: bool) -> dict[str, Any]:
+    """The run in the middle of its group boldly, the others thinly."""
+    style = line(member.place, width=2.2) if bold else {"color": colour(member.place), "width": 1}
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if (bold and what == "accuracy") or len(values) == 1 else "lines",
+        "name": escaped(member.name),
+        "legendgroup": escaped(member.name),
+        "y": values,
+        "line": style,
+        "marker": marker(member.place, size=7),
+        "opacity": 1 if bold else 0.4,
+    }
+
+
+def _hover(member: Member, what: str, name: str) -> dict[str, str]:
+    unit = {"bytes": "%{x:.4s}B", "samples": "%{x:,} samples", "seconds": "%{x:.4g} s"}[name]
+    return {"hovertemplate": f"{escaped(member.label)}<br>{what} %{{y:.4g}} at {unit}<extra></extra>"}
+
+
+def _logarithmic(lines: list[Drawn]) -> dict[str, Any]:
+    """An axis for losses of several magnitudes, with numbers that people know; nothing if there are none."""
     losses = [value for _, what, columns in lines if what == "loss" for value in columns["values"]]
-    return bool(losses) and min(losses) > 0 and max(losses) / min(losses) >= LOGARITHMIC
+    if not losses or min(losses) <= 0 or max(losses) / min(losses) < LOGARITHMIC:
+        return {}
+    powers = range(math.floor(math.log10(min(losses))), math.ceil(math.log10(max(losses))) + 1)
+    ticks = [number(digit * 10.0**power) for power in powers for digit in ((1, 2, 5) if len(powers) <= 4 else (1,))]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _summary(section: Section) -> str:

@@ -10,7 +10,7 @@ bytes |  o                     With a target: time, bytes and memory until it wa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, number
@@ -27,6 +27,7 @@ class Side:
     """One axis: the key of `totals`, what it is called, how it is written, and whether less is better."""
 
     key: str
+    short: str
     title: str
     form: dict[str, str]
     less: bool = True
@@ -40,6 +41,7 @@ class Point:
     x: float
     y: float
     runs: list[tuple[float, float]]
+    seeds: list[int]
     front: bool = False
 
 
@@ -52,36 +54,43 @@ def pareto(section: Section) -> Chart:
     """One point for each group, small ones for its runs."""
     pairs = _sides(section)
     points = [(x, y, _points(section, x, y)) for x, y in pairs]
-    parts = [
-        Part(
-            (point.group.name, x.title, y.title),
-            ([number(point.x)], [number(point.y)], [len(point.runs)], ["yes" if point.front else "no"]),
-        )
-        for x, y, some in points
-        for point in some
-    ]
-    views = [
-        View(f"{y.title} against {x.title}", _figure(x, y, some), _missing(section, some)) for x, y, some in points
-    ]
+    parts = [_part(point, x, y) for x, y, some in points for point in some]
+    views = [View(_label(section, x, y), _figure(x, y, some), _missing(section, some)) for x, y, some in points]
     return Chart(
         "pareto",
         "What it takes" if section.target is None else f"What it takes to reach {section.target}",
         _summary(points[0][2], *pairs[0]),
-        Table(("method", "across", "up", "across, value", "up, value", "runs", "on the front"), parts),
+        Table(("method", "across", "up", "point", "across, value", "up, value"), parts),
         views,
-        switch="Draw",
+        switch="Compare" if section.target is None else "Time against",
         about="Large markers are medians over the seeds, small ones single runs. "
-        "The line joins those that no other beats in both directions.",
+        "Circles and the line mark the front: no other is better in both.",
     )
+
+
+def _part(point: Point, x: Side, y: Side) -> Part:
+    """Rows for the median and for every run."""
+    median = f"median of {plural(len(point.runs), 'run')}{', on the front' if point.front else ''}"
+    names = [median, *(f"seed {seed}" for seed in point.seeds)]
+    pairs = [(point.x, point.y), *point.runs]
+    columns = (names, [number(a) for a, _ in pairs], [number(b) for _, b in pairs])
+    return Part((point.group.name, x.title, y.title), columns)
+
+
+def _label(section: Section, x: Side, y: Side) -> str:
+    return y.short if section.target is not None else f"{y.short} and {x.short}"
 
 
 def _sides(section: Section) -> list[tuple[Side, Side]]:
     if section.target is not None:
-        x = Side("seconds_to_target", f"{section.seconds} to {section.target}", PLAIN)
-        return [(x, Side("bytes_to_target", "bytes sent", BYTES)), (x, Side("memory", "memory of a rank", BYTES))]
-    costs = [Side("seconds", section.seconds, PLAIN), Side("bytes", "bytes sent", BYTES)]
+        x = Side("seconds_to_target", "time", f"{section.seconds} to {section.target}", PLAIN)
+        return [
+            (x, Side("bytes_to_target", "bytes sent", "bytes sent", BYTES)),
+            (x, Side("memory", "memory of a rank", "memory of a rank", BYTES)),
+        ]
+    costs = [Side("seconds", "time", section.seconds, PLAIN), Side("bytes", "bytes", "bytes sent", BYTES)]
     known = [what for what in ("accuracy", "loss") if any(section.total(m)[what] is not None for m in section.members)]
-    scores = [Side(what, f"final {what}", SCORES[what], less=what == "loss") for what in known or ["loss"]]
+    scores = [Side(what, what, f"final {what}", SCORES[what], less=what == "loss") for what in known or ["loss"]]
     return [(cost, score) for score in scores for cost in costs]
 
 
@@ -89,14 +98,15 @@ def _points(section: Section, x: Side, y: Side) -> list[Point]:
     found = []
     for group in section.groups:
         rows = [section.total(member) for member in group.members if member.run.failure is None]
-        pairs = [(row[x.key], row[y.key]) for row in rows if row[x.key] is not None and row[y.key] is not None]
+        rows = [row for row in rows if row[x.key] is not None and row[y.key] is not None]
+        pairs = [(row[x.key], row[y.key]) for row in rows]
         if pairs:
             across, up = (group.middle([pair[side] for pair in pairs]) for side in (0, 1))
             assert across is not None and up is not None
-            found.append(Point(group, across, up, pairs))
+            found.append(Point(group, across, up, pairs, [row["seed"] for row in rows]))
     signs = [1 if side.less else -1 for side in (x, y)]
     best = front([(signs[0] * point.x, signs[1] * point.y) for point in found])
-    return [Point(point.group, point.x, point.y, point.runs, on) for point, on in zip(found, best, strict=True)]
+    return [replace(point, front=on) for point, on in zip(found, best, strict=True)]
 
 
 def _figure(x: Side, y: Side, points: Sequence[Point]) -> Figure:
@@ -116,11 +126,12 @@ def _figure(x: Side, y: Side, points: Sequence[Point]) -> Figure:
 def _front_line(ends: Sequence[Point]) -> dict[str, Any]:
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "lines+markers",
         "name": "Pareto front",
         "x": [number(point.x) for point in ends],
         "y": [number(point.y) for point in ends],
         "line": {"color": colour(5), "dash": "dot", "width": 1.5},
+        "marker": {"color": colour(5), "symbol": "circle-open", "size": 24, "line": {"width": 1.5}},
         "hoverinfo": "skip",
     }
 
@@ -146,7 +157,7 @@ def _large(point: Point, x: Side, y: Side) -> dict[str, Any]:
         "showlegend": True,
         "x": [number(point.x)],
         "y": [number(point.y)],
-        "marker": marker(point.group.place, size=14, line={"width": 2 if point.front else 0, "color": colour(5)}),
+        "marker": marker(point.group.place, size=13),
         "hoverinfo": "all",
         "hovertemplate": f"{name}<br>{x.title} {_format(x)('x')}<br>{y.title} {_format(y)('y')}<extra></extra>",
     }

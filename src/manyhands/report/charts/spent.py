@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, numbers
 from manyhands.report.groups import Group, Member, Section
-from manyhands.report.look import ACTIVITIES, PATTERNS, colour, share_text
+from manyhands.report.look import ACTIVITIES, activity, share_text, wrapped
 
 MOST_RANKS = 32
 """Drawn of one run; the slowest ones."""
@@ -19,7 +20,7 @@ Row = Mapping[str, float]
 def spent(section: Section) -> Chart:
     """First all methods side by side, then the ranks of each run."""
     means = {group.name: row for group in section.groups if (row := _mean(group))}
-    views = [View(ALL, _stacked(list(means), list(means.values()), f"{section.seconds}, mean of all ranks"))]
+    views = [View(ALL, _stacked(list(means), list(means.values()), section.seconds))]
     parts = [_part(ALL, list(means), list(means.values()))]
     for member in section.members:
         rows = member.measures.spent()
@@ -35,8 +36,8 @@ def spent(section: Section) -> Chart:
         Table(("shown", "bar", *(f"{name}, s" for name in ACTIVITIES)), parts),
         views,
         switch="Show",
-        about="Seconds inside steps. Waiting is for others: messages, barriers, locks. "
-        "Other is what is left, such as applying updates.",
+        about="Seconds inside steps; those of a method are the mean of its ranks. "
+        "Waiting is for others: messages, barriers, locks. Other is what is left, such as applying updates.",
         many=True,
     )
 
@@ -62,27 +63,28 @@ def _part(label: str, names: list[str], rows: Sequence[Row]) -> Part:
 def _stacked(names: Sequence[str], rows: Sequence[Row], title: str) -> Figure:
     """A bar for each name, the first one on top."""
     bars = [escaped(name) for name in names]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": activity,
-            "y": bars,
-            "x": numbers(row[activity] for row in rows),
-            "marker": {"color": colour(place), "pattern": {"shape": PATTERNS[activity], "solidity": 0.25, "size": 7}},
-            "hovertemplate": f"%{{y}}<br>{activity} %{{x:.4g}} s<extra></extra>",
-        }
-        for activity, place in ACTIVITIES.items()
-    ]
+    ticks = {"tickvals": bars, "ticktext": [wrapped(name) for name in bars]}
     layout = {
         "barmode": "stack",
         "bargap": 0.3,
         "legend": {"orientation": "h", "traceorder": "normal"},
         "xaxis": axis(title, rangemode="tozero"),
-        "yaxis": {"automargin": True, "autorange": "reversed", "type": "category"},
-        "height": 140 + 30 * max(len(bars), 3),
+        "yaxis": {"automargin": True, "autorange": "reversed", "type": "category", **ticks},
+        "height": 90 + 36 * max(len(bars), 3),
     }
-    return {"data": data, "layout": layout}
+    return {"data": [_bars(name, bars, [row[name] for row in rows]) for name in ACTIVITIES], "layout": layout}
+
+
+def _bars(name: str, bars: list[str], seconds: list[float]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": bars,
+        "x": numbers(seconds),
+        "marker": activity(name),
+        "hovertemplate": f"%{{y}}<br>{name} %{{x:.4g}} s<extra></extra>",
+    }
 
 
 def _summary(means: Mapping[str, Row]) -> str:

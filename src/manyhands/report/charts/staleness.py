@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from statistics import fmean
+from typing import Any
 
 from manyhands.report.chart import Chart, Part, Table, View, axis, escaped, number, numbers
 from manyhands.report.groups import Group, Section
-from manyhands.report.look import colour
+from manyhands.report.look import bar
 
 BINS = 40
 """More bars than this are put together."""
+LAYOUT = {
+    "barmode": "group",
+    "bargap": 0.15,
+    "legend": {"orientation": "h"},
+    "xaxis": axis("lag, in updates", type="category"),
+    "yaxis": axis("share of steps", tickformat=".0%", rangemode="tozero"),
+    "height": 360,
+}
 
 
 def staleness(section: Section) -> Chart:
@@ -20,36 +29,26 @@ def staleness(section: Section) -> Chart:
     width = most // BINS + 1
     bins = list(range(0, most + 1, width))
     ticks = [str(low) if width == 1 else f"{low} to {low + width - 1}" for low in bins]
-    parts, data = [], []
-    for group in section.groups:
-        shares = _shares(lags[group.name], bins, width)
-        parts.append(Part((group.name,), (ticks, shares)))
-        data.append(
-            {
-                "type": "bar",
-                "name": escaped(group.name),
-                "x": ticks,
-                "y": shares,
-                "marker": {"color": colour(group.place), "line": {"width": 0}},
-                "hovertemplate": f"{escaped(group.name)}<br>lag %{{x}}: %{{y:.1%}} of the steps<extra></extra>",
-            }
-        )
-    layout = {
-        "barmode": "group",
-        "bargap": 0.15,
-        "legend": {"orientation": "h"},
-        "xaxis": axis("lag, in updates", type="category"),
-        "yaxis": axis("share of steps", tickformat=".0%", rangemode="tozero"),
-        "height": 360,
-    }
+    shares = {group.name: _shares(lags[group.name], bins, width) for group in section.groups}
     return Chart(
         "staleness",
         "Staleness",
         _summary(lags),
-        Table(("method", "lag", "share of steps"), parts),
-        [View("", {"data": data, "layout": layout})],
+        Table(("method", "lag", "share of steps"), [Part((name,), (ticks, some)) for name, some in shares.items()]),
+        [View("", {"data": [_bars(group, ticks, shares[group.name]) for group in section.groups], "layout": LAYOUT})],
         about="How many updates the weights had seen between being read for a gradient and receiving it.",
     )
+
+
+def _bars(group: Group, ticks: list[str], shares: list[float | int]) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "name": escaped(group.name),
+        "x": ticks,
+        "y": shares,
+        "marker": bar(group.place),
+        "hovertemplate": f"{escaped(group.name)}<br>lag %{{x}}: %{{y:.1%}} of the steps<extra></extra>",
+    }
 
 
 def _lags(group: Group) -> list[int]:

@@ -7,26 +7,18 @@ from typing import Any
 
 from manyhands.report.chart import Chart, Part, Table, View, axis, escaped, numbers
 from manyhands.report.groups import Group, Section
-from manyhands.report.look import count_text, marker
+from manyhands.report.look import bar, count_text, marker
+
+MOST_BARS = 160
+"""Where there are more, markers are drawn instead."""
 
 
 def stragglers(section: Section) -> Chart:
-    """One marker for each rank and method; 1 is as fast as the others."""
+    """One bar for each rank and method; 1 is as fast as the others."""
     scores = {group.name: _scores(group) for group in section.groups}
     parts = [Part((name,), (list(some), numbers(some.values()))) for name, some in scores.items() if some]
-    data: list[dict[str, Any]] = [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "name": escaped(group.name),
-            "x": list(scores[group.name]),
-            "y": numbers(scores[group.name].values()),
-            "marker": marker(group.place, size=10),
-            "hovertemplate": f"{escaped(group.name)}<br>rank %{{x}}: %{{y:.3g}} times<extra></extra>",
-        }
-        for group in section.groups
-        if scores[group.name]
-    ]
+    crowded = sum(map(len, scores.values())) > MOST_BARS
+    data = [_trace(group, scores[group.name], crowded) for group in section.groups if scores[group.name]]
     layout = {
         "legend": {"orientation": "h"},
         "xaxis": axis("rank", tickformat="d", **({"dtick": 1} if _most(scores) < 20 else {})),
@@ -41,6 +33,17 @@ def stragglers(section: Section) -> Chart:
         [View("", {"data": data, "layout": layout})],
         about="A rank at 2 computes twice as long for one mini-batch as the rank in the middle.",
     )
+
+
+def _trace(group: Group, scores: dict[int, float], crowded: bool) -> dict[str, Any]:
+    kind = {"type": "scatter", "mode": "markers", "marker": marker(group.place, size=8)}
+    return {
+        **(kind if crowded else {"type": "bar", "marker": bar(group.place)}),
+        "name": escaped(group.name),
+        "x": list(scores),
+        "y": numbers(scores.values()),
+        "hovertemplate": f"{escaped(group.name)}<br>rank %{{x}}: %{{y:.3g}} times<extra></extra>",
+    }
 
 
 def _scores(group: Group) -> dict[int, float]:
@@ -61,4 +64,4 @@ def _summary(scores: dict[str, dict[int, float]]) -> str:
     if worst is None:
         return "Nobody took a step."
     slowest = f"the slowest is rank {worst[1]} of {worst[2]}, {count_text(worst[0])} times the median"
-    return f"Markers of how slow each rank computes; {slowest}."
+    return f"Bars of how slow each rank computes; {slowest}."

@@ -14,9 +14,11 @@ from typing import Any
 from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, number, numbers
 from manyhands.report.charts.spent import slowest
 from manyhands.report.groups import Member, Section
-from manyhands.report.look import ACTIVITIES, colour, plural
+from manyhands.report.look import ACTIVITIES, LIGHT, colour, plural
 from manyhands.report.moments import Incident, Segment, incidents, segments
 
+STEPS = 40
+"""Of each rank, so that single ones can be seen."""
 BARS = 2000
 """Of one view at most."""
 ALL_BARS = 10000
@@ -45,7 +47,8 @@ def timeline(section: Section) -> Chart:
         views,
         switch="Run",
         about="What each rank did when. Shaded: everyone pauses for an evaluation or a checkpoint. "
-        "All steps of all runs are in trace.json, for Perfetto or chrome://tracing.",
+        "With a mouse, drag to look closer.",
+        beside=("trace.json", "All steps of all runs as a trace for Perfetto or chrome://tracing"),
         many=True,
     )
 
@@ -55,18 +58,24 @@ def _windows(member: Member, limit: int) -> list[tuple[str, list[Segment], Windo
     steps = member.run.steps
     ranks = set(slowest(member)[0])
     own = [line for line in steps if line["rank"] in ranks]
-    first = list(islice((segment for line in own for segment in segments(line)), limit))
-    window = 0.0, _end(first)
+    shown = own[: STEPS * len(ranks)]
+    first = list(islice((segment for line in shown for segment in segments(line)), limit))
+    window = _start(first), _end(first)
     found = [(member.label, first, window)]
     lost = next((one for one in incidents(member.run) if one.kind == "lost"), None)
     if lost is not None and lost.at > window[1]:
         place = sum(line["time"] <= lost.at for line in own)
-        near = own[max(0, place - limit // 8) : place + limit // 8]
+        half = min(STEPS * len(ranks), limit // 4) // 2
+        near = own[max(0, place - half) : place + half]
         drawn = list(islice((segment for line in near for segment in segments(line)), limit))
         if drawn:
-            start = min(segment.start for segment in drawn)
-            found.append((f"{member.label}, as rank {lost.rank} is lost", drawn, (start, max(_end(drawn), lost.at))))
+            around = _start(drawn), max(_end(drawn), lost.at)
+            found.append((f"{member.label}, as rank {lost.rank} is lost", drawn, around))
     return found
+
+
+def _start(drawn: Sequence[Segment]) -> float:
+    return min((segment.start for segment in drawn), default=0.0)
 
 
 def _end(drawn: Sequence[Segment]) -> float:
@@ -93,7 +102,7 @@ def _view(section: Section, member: Member, label: str, columns: dict[str, list[
         "barmode": "overlay",
         "bargap": 0.25,
         "legend": {"orientation": "h", "traceorder": "normal"},
-        "xaxis": axis(f"{section.seconds} since the start, pauses included", range=numbers(window)),
+        "xaxis": axis(f"{section.seconds}, pauses included", range=numbers(window)),
         "yaxis": axis("rank", autorange="reversed", type="category", categoryorder="array", categoryarray=ranks),
         "shapes": [
             _shade(rest, window) for rest in member.measures.rests if rest[0] < window[1] and rest[1] > window[0]
@@ -112,7 +121,7 @@ def _bars(activity: str, ranks: list[int], starts: list[float], lengths: list[fl
         "y": ranks,
         "base": starts,
         "x": lengths,
-        "marker": {"color": colour(ACTIVITIES[activity]), "line": {"width": 0}},
+        "marker": {"color": LIGHT[ACTIVITIES[activity]], "line": {"width": 0}},
         "hovertemplate": f"rank %{{y}}: {activity}<br>%{{x:.4g}} s from %{{base:.6g}} s<extra></extra>",
     }
 
@@ -125,7 +134,7 @@ def _markers(kind: str, some: Sequence[Incident]) -> dict[str, Any]:
         "name": {"lost": "lost", "slow": "slowed down"}[kind],
         "x": numbers(one.at for one in some),
         "y": [one.rank for one in some],
-        "marker": {"symbol": shape, "size": 13, "color": colour(7), "line": {"width": 1, "color": "#ffffff"}},
+        "marker": {"symbol": shape, "size": 13, "color": colour(7), "line": {"width": 1, "color": LIGHT[-1]}},
         "text": [escaped(one.text) for one in some],
         "hovertemplate": "%{text}<br>at %{x:.6g} s<extra></extra>",
         "cliponaxis": False,
@@ -149,9 +158,13 @@ def _incident_parts(label: str, happened: Sequence[Incident]) -> list[Part]:
 
 def _words(member: Member, window: Window) -> list[str]:
     """What part of the run this is, and what happened in all of it."""
-    inside = sum(window[0] <= line["began"] and line["time"] <= window[1] for line in member.run.steps)
-    first = f"{inside:,} of {plural(len(member.run.steps), 'step')} of all ranks."
-    return [first, *(f"{one.text[0].upper()}{one.text[1:]} at {one.at:.4g} s." for one in incidents(member.run))]
+    ranks = set(slowest(member)[0])
+    own = [line for line in member.run.steps if line["rank"] in ranks]
+    inside = sum(window[0] <= line["began"] and line["time"] <= window[1] for line in own)
+    first = f"{inside:,} of {plural(len(own), 'step')} of these ranks."
+    when = {"lost": "at {:.4g} s", "slow": "from {:.4g} s on"}
+    said = [f"{one.text}, {when[one.kind].format(one.at)}." for one in incidents(member.run)]
+    return [first, *(text[0].upper() + text[1:] for text in said)]
 
 
 def _summary(members: Sequence[Member]) -> str:

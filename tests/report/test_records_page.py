@@ -1,0 +1,57 @@
+"""docs/records.md mentions every field that records have."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import manyhands as mh
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "records.md").read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in TEXT.split("\n## ")[1:]}
+KINDS = {
+    "participants": "Header",
+    "loss": "Step",
+    "evaluated": "Evaluation",
+    "paused": "Pause",
+    "held": "Held",
+    "end": "End",
+}
+
+
+def unmentioned(lines):
+    """Fields that the section of their kind of line does not name."""
+    missing = set()
+    for line in lines:
+        title = next(title for key, title in KINDS.items() if key in line)
+        named = set(re.findall(r"`(\w+)`", SECTIONS[title]))
+        missing |= {f"{title}: {field}" for field in line if field not in named}
+    return missing
+
+
+@pytest.mark.parametrize("method", [mh.bsp, mh.ssp, mh.ad_psgd, mh.gpipe, mh.hybrid, mh.sufficient_factors])
+def test_every_field_of_virtual_runs_is_described(method):
+    cluster = mh.Cluster(workers=2, stragglers=mh.Slow([0]))
+    result = mh.train("digits", method(), cluster=cluster, steps=6, evaluate_every=3)
+    assert unmentioned(result.records) == set()
+    assert len({next(key for key in KINDS if key in line) for line in result.records}) == len(KINDS)
+
+
+def test_every_field_of_real_runs_is_described():
+    assert unmentioned(mh.train("digits", mh.ssp(), workers=2, steps=6, evaluate_every=3).records) == set()
+
+
+def test_what_stands_inside_the_header_is_described():
+    header, *_ = mh.train("digits", mh.bsp(), steps=1).records
+    named = set(re.findall(r"`(\w+)`", SECTIONS["Header"]))
+    inside = [header["made"], header["made"]["versions"], header["made"]["machine"], header["participants"][0]]
+    assert {field for one in inside for field in one} <= named
+
+
+def test_a_failed_end_is_described(tmp_path):
+    from manyhands.report.reading import read
+
+    cluster = mh.Cluster(workers=2, faults=[mh.Die(rank=1, at=0.001)])
+    with pytest.raises(mh.PeerLost):
+        mh.train("digits", mh.bsp(), cluster=cluster, steps=50, out=tmp_path)
+    assert unmentioned([read(tmp_path).end]) == set()
