@@ -6,10 +6,8 @@ import re
 import subprocess
 import sys
 from fractions import Fraction
-from html import unescape
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 

@@ -28,7 +28,7 @@ from manyhands.report.measures import Target, parse_target
 from manyhands.report.progress import Progress
 from manyhands.report.ranking import Row, ranking
 from manyhands.report.reading import Run, read
-from manyhands.report.record import NAME
+from manyhands.report.record import NAME, claim
 from manyhands.tuning import tuned
 from manyhands.virtual.cluster import Cluster
 
@@ -151,16 +151,6 @@ def named(strategies: Sequence[Strategy] | Mapping[str, Strategy]) -> list[Strat
     if twice is not None:
         raise Refused(f"{twice} is there twice, but each method must have a name of its own: pass a mapping")
     return list(strategies)
-
-
-def claim(out: Path, force: bool) -> Path:
-    """A folder that may be written in."""
-    if out.exists() and not out.is_dir():
-        raise Refused(f"{out} is a file, but must be a folder")
-    if out.is_dir() and any(out.iterdir()) and not force:
-        raise Refused(f"{out} is not empty, but must be a new folder: --force (force=True) writes into it all the same")
-    out.mkdir(parents=True, exist_ok=True)
-    return out
 
 
 def _report(found: Comparison, folder: Path, png: bool) -> Comparison:

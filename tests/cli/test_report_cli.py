@@ -38,7 +38,9 @@ def test_what_is_there_is_not_written_over(manyhands, runs, tmp_path):
     (tmp_path / "out" / "mine").write_text("precious")
     refused = manyhands("report", "runs", "--out", "out")
     assert refused.returncode == 2
-    assert refused.stderr == "manyhands: out is not empty: --force writes the report into it all the same\n"
+    assert refused.stderr == (
+        "manyhands: out is not empty, but must be a new folder: --force (force=True) writes into it all the same\n"
+    )
     assert manyhands("report", "runs", "--out", "out", "--force").returncode == 0
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
@@ -58,7 +60,7 @@ def test_unreadable_records_are_left_out(manyhands, runs):
     [
         (["nowhere"], "cannot read the record nowhere: No such file"),
         (["runs", "--target", "speed=1"], "there is no measure for a target 'speed'"),
-        (["runs", "--out", "runs/ssp/record.jsonl"], "is a file, but --out must be a folder"),
+        (["runs", "--out", "runs/ssp/record.jsonl"], "is a file, but must be a folder"),
         ([], "manyhands report --help"),
     ],
 )

@@ -16,12 +16,13 @@ from manyhands.cli.output import print_json, print_table
 from manyhands.cli.train import build, check, folder, heard, machines
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.report.words import cells
+from manyhands.report.look import bytes_text, count_text, number_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from manyhands.cli.index import Method
     from manyhands.comparison import Comparison
     from manyhands.core.protocols import Strategy
+    from manyhands.report.measures import Target
 
 ABOUT = """Run methods side by side on one task, and rank them by how soon they reach a target.
 
@@ -83,8 +84,9 @@ def knobs_of(text: str) -> tuple[Method, dict[str, Any]]:
 def compared(strategies: Sequence[Strategy], options: Options, where: dict[str, Any]) -> Comparison:
     """Run them all, and write the report."""
     from manyhands.cli.live import choose
-    from manyhands.comparison import claim, compare
+    from manyhands.comparison import compare
     from manyhands.report.measures import parse_target
+    from manyhands.report.record import claim
 
     names = ("data", "steps", "epochs", "batch_size", "seeds", "tune", "evaluations", "png")
     chosen = {name: getattr(options, name) for name in names}
@@ -113,9 +115,8 @@ def facts(found: Comparison) -> dict[str, Any]:
 
 def show(found: Comparison) -> None:
     """The ranking for people."""
-    columns = ["", "method", "samples to target", "samples/s", "time to target", *("accuracy", "loss", "bytes", "lag")]
-    if found.target is None:
-        columns[2:5] = ["seconds", "samples/s"]
+    first = ("time", "samples/s") if found.target is None else ("samples to target", "samples/s", "time to target")
+    columns = ("", "method", *first, "accuracy", "loss", "bytes", "lag", "waiting", "memory")
     print_table(columns, [cells(row, found.target) for row in found.rows])
     for row in found.rows:
         if row["failure"] is not None:
@@ -124,3 +125,30 @@ def show(found: Comparison) -> None:
         print(note)
     print(f"report: {found.report}")
     sys.stdout.flush()
+
+
+def cells(row: dict[str, Any], target: Target | None) -> list[str]:
+    """One row of the ranking."""
+    if target is None:
+        first = [seconds_text(row["seconds"]), count_text(row["samples_per_second"])]
+    else:
+        first = [count_text(row["samples_to_target"]), count_text(row["samples_per_second"]), time_to_target(row)]
+    if row["failed"] == row["seeds"]:
+        first[-1] = "failed"
+    last = [number_text(row["accuracy"]), number_text(row["loss"]), bytes_text(row["bytes"])]
+    last += [lag_text(row), share_text(row["waiting"]), bytes_text(row["memory"] or None)]
+    return [str(row["rank"]), str(row["method"]), *first, *last]
+
+
+def lag_text(row: dict[str, Any]) -> str:
+    """The mean, and the most if there is any."""
+    return count_text(row["mean_lag"]) + (f" (≤ {row['max_lag']:.0f})" if row["max_lag"] else "")
+
+
+def time_to_target(row: dict[str, Any]) -> str:
+    """The median, and how far the seeds lie apart; how many reached it, if not all did."""
+    if not row["reached"]:
+        return "not reached"
+    few = f", {row['reached']} of {row['seeds']}" if row["reached"] < row["seeds"] else ""
+    spread = "" if row["spread"] is None else f" ({' to '.join(map(seconds_text, row['spread']))})"
+    return seconds_text(row["seconds_to_target"]) + spread + few

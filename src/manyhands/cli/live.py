@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from manyhands.report.look import bytes_text, count_text, number_text, seconds_text, share_text
 from manyhands.report.measures import Target, totals
 from manyhands.report.progress import Progress
 from manyhands.report.reading import Run
-from manyhands.report.words import NOTHING, lag, number, percent, scaled, seconds
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -97,19 +97,19 @@ class Row:
             return [self.name, self.state(), *ended(self.done[-1])]
         if not self.steps:
             return [self.name, self.state(), *[""] * (len(COLUMNS) - 2)]
-        rate = scaled(self.samples / self.time) if self.time else NOTHING
-        sent, waiting = scaled(sum(self.bytes.values()), "B"), percent(self.waited / max(self.inside, 1e-12))
-        numbers = [number(self.loss), number(self.accuracy), rate, sent, lag(self.lags / self.steps, None), waiting]
-        return [self.name, self.state(), *numbers, "" if self.reached is None else seconds(self.reached)]
+        rate = count_text(self.samples / self.time if self.time else None)
+        sent, waiting = bytes_text(sum(self.bytes.values())), share_text(self.waited / max(self.inside, 1e-12))
+        numbers = [number_text(self.loss), number_text(self.accuracy), rate, sent, count_text(self.lags / self.steps)]
+        return [self.name, self.state(), *numbers, waiting, seconds_text(self.reached)]
 
 
 def ended(row: Mapping[str, Any]) -> list[str]:
     """A run that is over."""
     if row["failure"] is not None:
         return [f"failed: {row['failure']}", *[""] * (len(COLUMNS) - 3)]
-    rate, sent = scaled(row["samples_per_second"]), scaled(row["bytes"], "B")
-    last = [lag(row["mean_lag"], row["max_lag"]), percent(row["waiting"]), seconds(row["seconds_to_target"])]
-    return [number(row["loss"]), number(row["accuracy"]), rate, sent, *last]
+    rate, sent = count_text(row["samples_per_second"]), bytes_text(row["bytes"])
+    last = [count_text(row["mean_lag"]), share_text(row["waiting"]), seconds_text(row["seconds_to_target"])]
+    return [number_text(row["loss"]), number_text(row["accuracy"]), rate, sent, *last]
 
 
 class Board:
@@ -183,7 +183,7 @@ class Lines(Board):
         super().done(run)
         names = ("loss", "accuracy", "samples/s", "bytes", "lag", "waiting", "time to target")
         row = totals(run, self.target)
-        words = [f"{name} {cell}" for name, cell in zip(names, ended(row), strict=True) if cell and cell != NOTHING]
+        words = [f"{name} {cell}" for name, cell in zip(names, ended(row), strict=True) if cell]
         what = f"{run.method}, seed {run.seed}{' (tuning)' if self._trial else ''}"
         said = f"failed: {row['failure']}" if row["failure"] is not None else "  ".join(words)
         print(f"{what}: {said}", file=sys.stderr, flush=True)

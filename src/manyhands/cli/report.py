@@ -7,13 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from manyhands.cli.options import option
 from manyhands.cli.output import print_json
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused
+from manyhands.report.record import claim
 
 if TYPE_CHECKING:
     from manyhands.report.reading import Run
@@ -27,21 +29,17 @@ examples:
   manyhands report runs/a/record.jsonl runs/b --png --json"""
 
 
-def _option(text: str, default: str, metavar: str | None = None) -> Any:
-    return arg(help=text, metavar=metavar, help_behavior_hint=f"(default: {default})")
-
-
 @dataclass
 class Options:
     """What `report` takes."""
 
     runs: Annotated[list[Path], Positional, arg(metavar="RUN...", help="records, folders of runs, or folders of such")]
-    out: Annotated[Path | None, _option("where the report goes", "runs/report-TIME", "DIR")] = None
-    target: Annotated[str | None, _option("such as accuracy=0.95 or loss=0.1", "none", "MEASURE=VALUE")] = None
-    title: Annotated[str, _option("the heading", "methods and tasks", "TEXT")] = ""
-    png: FlagCreatePairsOff[Annotated[bool, _option("write the main figures as PNG files too", "no")]] = False
-    force: FlagCreatePairsOff[Annotated[bool, _option("write into a folder that is not empty", "no")]] = False
-    json: FlagCreatePairsOff[Annotated[bool, _option("print one JSON object instead of the path", "no")]] = False
+    out: Annotated[Path | None, option("where the report goes", "runs/report-TIME", "DIR")] = None
+    target: Annotated[str | None, option("such as accuracy=0.95 or loss=0.1", "none", "MEASURE=VALUE")] = None
+    title: Annotated[str, option("the heading", "methods and tasks", "TEXT")] = ""
+    png: FlagCreatePairsOff[Annotated[bool, option("write the main figures as PNG files too", "no")]] = False
+    force: FlagCreatePairsOff[Annotated[bool, option("write into a folder that is not empty", "no")]] = False
+    json: FlagCreatePairsOff[Annotated[bool, option("print one JSON object instead of the path", "no")]] = False
 
 
 def run(argv: Sequence[str]) -> int:
@@ -73,13 +71,7 @@ def run(argv: Sequence[str]) -> int:
 
 def folder(chosen: Path | None, force: bool) -> Path:
     """Where the report goes; what is there already is not written over by accident."""
-    if chosen is None:
-        return Path("runs", time.strftime("report-%Y%m%d-%H%M%S"))
-    if chosen.exists() and not chosen.is_dir():
-        raise Refused(f"{chosen} is a file, but --out must be a folder")
-    if chosen.is_dir() and any(chosen.iterdir()) and not force:
-        raise Refused(f"{chosen} is not empty: --force writes the report into it all the same")
-    return chosen
+    return Path("runs", time.strftime("report-%Y%m%d-%H%M%S")) if chosen is None else claim(chosen, force)
 
 
 def gathered(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:

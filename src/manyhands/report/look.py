@@ -97,6 +97,11 @@ def count_text(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def number_text(value: float | None) -> str:
+    """Such as 0.9722."""
+    return "" if value is None else f"{value:.4f}" if abs(value) < 1000 else f"{value:.3g}"
+
+
 def share_text(value: float | None) -> str:
     """Such as 12.5 %."""
     return "" if value is None else f"{100 * value:.3g} %"

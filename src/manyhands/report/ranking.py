@@ -9,6 +9,7 @@ target with the most seeds, the soonest first; then those that did not, the best
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -30,9 +31,20 @@ def ranking(runs: Sequence[Run], target: Target | None = None) -> list[Row]:
     by_method: dict[str, list[Row]] = {}
     for run in runs:
         by_method.setdefault(run.method, []).append(totals(run, target))
-    rows = [_row(method, found) for method, found in by_method.items()]
-    rows.sort(key=_place if target is not None else _place_without_target)
-    return [{"rank": place, **row} for place, row in enumerate(rows, 1)]
+    best = sorted(by_method.items(), key=lambda pair: standing(pair[1], target))
+    return [{"rank": place, **_row(method, found)} for place, (method, found) in enumerate(best, 1)]
+
+
+def standing(found: Sequence[Row], target: Target | None = None) -> tuple[float, ...]:
+    """Where a method stands among others, by what its runs came to: less is better."""
+    failed = sum(one["failure"] is not None for one in found)
+    done = [one for one in found if one["failure"] is None] or found
+    accuracy, loss, seconds = (_median(done, name) for name in ("accuracy", "loss", "seconds"))
+    quality = -(accuracy if accuracy is not None else 0.0), loss if loss is not None else math.inf
+    if target is None:
+        return failed, *quality, seconds or 0.0
+    missed = sum(one["seconds_to_target"] is None for one in found) / max(1, len(found))
+    return missed, failed, _median(done, "seconds_to_target") or 0.0, *quality
 
 
 def _row(method: str, found: Sequence[Row]) -> Row:
@@ -59,18 +71,3 @@ def _spread(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float]
     """The least and the most, of several."""
     values = [row[name] for row in rows]
     return (min(values), max(values)) if len(values) > 1 else None
-
-
-def _place(row: Row) -> tuple[float, ...]:
-    soon = row["seconds_to_target"]
-    return -row["reached"], row["failed"], soon if soon is not None else 0.0, *_quality(row)
-
-
-def _place_without_target(row: Row) -> tuple[float, ...]:
-    return row["failed"], *_quality(row), row["seconds"] or 0.0
-
-
-def _quality(row: Row) -> tuple[float, float]:
-    """Less is better."""
-    accuracy, loss = row["accuracy"], row["loss"]
-    return -(accuracy if accuracy is not None else 0.0), loss if loss is not None else float("inf")

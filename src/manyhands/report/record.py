@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
+from manyhands.core.errors import Refused
+
 Line = dict[str, Any]
 
 NAME = "record.jsonl"
@@ -85,3 +87,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [plain(one) for one in value]
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def claim(out: Path, force: bool) -> Path:
+    """A folder that may be written in."""
+    if out.exists() and not out.is_dir():
+        raise Refused(f"{out} is a file, but must be a folder")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise Refused(f"{out} is not empty, but must be a new folder: --force (force=True) writes into it all the same")
+    out.mkdir(parents=True, exist_ok=True)
+    return out

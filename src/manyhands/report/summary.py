@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from manyhands.report.groups import Group, Member, Section
 from manyhands.report.look import bytes_text, count_text, seconds_text, share_text
+from manyhands.report.ranking import standing
 
 Row = dict[str, Any]
 Show = Callable[[float | None], str]
@@ -64,24 +64,15 @@ def lines(section: Section) -> list[Line]:
     """All rows, in the order of the ranking."""
     shown = columns(section)
     done = [(group, [m for m in group.members if m.run.failure is None]) for group in section.groups]
-    ranked = sorted(((g, ms) for g, ms in done if ms), key=lambda pair: _rank(section, *pair))
+    ranked = sorted(((g, ms) for g, ms in done if ms), key=lambda pair: _standing(section, pair[0].members))
     failed = [member for member in section.members if member.run.failure is not None]
     return [_finished(section, group, members, shown) for group, members in ranked] + [
         _failed(section, member, shown) for member in failed
     ]
 
 
-def _rank(section: Section, group: Group, members: Sequence[Member]) -> tuple[float, ...]:
-    """Lower is better: time to the target, then accuracy, then loss."""
-    rows = [section.total(member) for member in members]
-    middle = {key: group.middle([row[key] for row in rows]) for key in ("seconds_to_target", "accuracy", "loss")}
-    missed = sum(row["seconds_to_target"] is None for row in rows) if section.target else 0
-    orders = (missed, middle["seconds_to_target"], _minus(middle["accuracy"]), middle["loss"])
-    return tuple(math.inf if value is None else value for value in orders)
-
-
-def _minus(value: float | None) -> float | None:
-    return None if value is None else -value
+def _standing(section: Section, members: Sequence[Member]) -> tuple[float, ...]:
+    return standing([section.total(member) for member in members], section.target)
 
 
 def _finished(section: Section, group: Group, members: Sequence[Member], shown: Sequence[Column]) -> Line:
