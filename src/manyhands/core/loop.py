@@ -38,7 +38,7 @@ from manyhands.core.protocols import (
 )
 from manyhands.core.saving import Snapshot, own, section, under
 from manyhands.core.task import Task
-from manyhands.core.worker import Worker
+from manyhands.core.worker import Layouts, Worker
 
 Line = dict[str, Any]
 """One line of the record."""
@@ -74,6 +74,8 @@ class Job:
         return self._sizes[0]
 
     _sizes: list[nn.Module] = field(default_factory=list)
+    layouts: Layouts = field(default_factory=dict)
+    """How that one is laid out, for all."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     sizes = {"batch_size": job.batch_size, "data_size": len(job.task.data)}
     strategy = copy.deepcopy(job.strategy)
     rule = rule_of(strategy)
-    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, rule=rule, **sizes)
+    layouts = job.layouts if job.task.sizes_only else None
+    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, rule=rule, layouts=layouts, **sizes)
     if job.resume is not None:
         _load(w, job.resume)  # of a worker that comes later it is overwritten when it arrives
     if isinstance(strategy, Serves) and transport.role == "server":
@@ -143,7 +146,8 @@ def _train(job: Job, w: Worker, strategy: Strategy, segments: Sequence[Segment])
             loss = strategy.step(w, next(batches))
             w.step += 1
             job.observe(_line(w, loss) | dict(notes()))
-        w.crew = [*w.crew, *(rank for rank in segment.budget.arrivals if rank not in w.crew)]
+        if came := [rank for rank in segment.budget.arrivals if rank not in w.crew]:
+            w.crew = [*w.crew, *came]
         stopped = segment.budget.stopped
         if job.save is not None and (job.saves_segments or stopped):
             _save(job.save, None if stopped else segment.stop, w, strategy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,8 @@ from manyhands.virtual.faults import Fault, Slow, SlowLink
 from manyhands.virtual.kernel import Activity, Kernel
 from manyhands.virtual.links import Network
 from manyhands.virtual.messages import VirtualMessage
-from manyhands.virtual.native import Meeting
+from manyhands.virtual.native import Meeting, Room
+from manyhands.virtual.presence import Presence
 from manyhands.virtual.transport import VirtualTransport
 from manyhands.virtual.units import bytes_per_second, seconds
 
@@ -33,7 +34,8 @@ class World:
         self.hosts = cluster.placement()
         self.lost: list[tuple[int, str]] = []
         self.locks: dict[tuple[int, str], deque[Activity]] = {}
-        self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self.rooms: dict[Sequence[int], Room] = {}
+        self.meetings: dict[Room, Meeting] = {}
         self.gone: dict[int, str] = dict.fromkeys(cluster.late, "it has not come yet")
         """Why a rank is not there."""
         self.watchers: dict[int, dict[VirtualTransport, int]] = {rank: {} for rank in range(-1, cluster.size)}
@@ -42,10 +44,12 @@ class World:
         self._latency = seconds(cluster.latency), seconds(cluster.local_latency)
         self._rate = bytes_per_second(cluster.bandwidth), bytes_per_second(cluster.local_bandwidth)
         self.network = self._links()
-        self.cores = {host: Cores(self.kernel, cluster.cores or self.hosts.count(host)) for host in self.hosts}
+        ranks_of = Counter(self.hosts)
+        self.cores = {host: Cores(self.kernel, cluster.cores or ranks) for host, ranks in ranks_of.items()}
         others = cluster.size - cluster.workers
         speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * others)]
         self.roles = ["worker"] * (cluster.size - cluster.servers) + ["server"] * cluster.servers
+        self.present = Presence(self.roles, cluster.late)
         self.ranks = [VirtualTransport(self, rank, speeds[rank]) for rank in range(cluster.size)]
         self._foresee_faults()
 
@@ -101,12 +105,6 @@ class World:
 
     # -- membership -------------------------------------------------------------------------------
 
-    def alive(self, role: str | None, but: int) -> list[int]:
-        """Ranks that are neither lost nor gone."""
-        return [
-            one.rank for one in self.ranks if one.rank != but and one.rank not in self.gone and role in (None, one.role)
-        ]
-
     def why_gone(self, rank: int) -> str | None:
         return self.gone.get(rank)
 
@@ -114,11 +112,13 @@ class World:
         """A rank is there from now on, and begins its program."""
         rank, program = newcomer
         del self.gone[rank]
+        self.present.come(rank)
         self.ranks[rank].begin(program)
 
     def leave(self, rank: int) -> None:
         """A rank says good-bye."""
         self.gone[rank] = "left"
+        self.present.go(rank)
         self._announce(rank, "left", lost=False)
 
     def lose(self, rank: int, why: str) -> None:
@@ -126,6 +126,7 @@ class World:
         if rank in self.gone:
             return
         self.gone[rank] = why
+        self.present.go(rank)
         self.lost.append((rank, why))
         for activity in self.ranks[rank].activities:
             self.kernel.kill(activity)
@@ -137,9 +138,9 @@ class World:
         for one in self.ranks if lost else list(self.watchers[rank]):
             if one.rank not in self.gone:
                 one.notice(rank, why, lost)
-        for group, meeting in list(self.meetings.items()):
-            if rank in group:
-                del self.meetings[group]
+        for room, meeting in list(self.meetings.items()):
+            if rank in room.group:
+                del self.meetings[room]
                 for activity in meeting.waiting:
                     self.kernel.wake(activity, PeerLost(rank, why))
 
