@@ -103,6 +103,8 @@ class Sender:
         self._w = w
         self._key = key
         self.codec = codec
+        self._warms = codec if isinstance(codec, Warms) else None  # asked in every step, so it is found out once
+        self._hollow: dict[int, Tensor] = {}
         self.memory = [codec.memory(part.weights) for part in w.flat.parts]
         """What the codec remembers of every part of the model."""
 
@@ -114,15 +116,21 @@ class Sender:
         if nbytes != x.nbytes:
             w.move(x.nbytes)
         if x.is_meta:
-            return (torch.empty(nbytes, dtype=torch.uint8, device="meta"),)
+            return (self._sized(nbytes),)
         if nbytes != x.nbytes:
             self._check(vector, span)
             w.seed_torch(w.rank, w.step, hash((self._key, *span)))
         memory = self.memory[part]
         return codec.encode(x, None if memory is None else memory[..., start:stop])
 
+    def _sized(self, nbytes: int) -> Tensor:
+        """Nothing but a number of bytes, made once: nobody writes there."""
+        if nbytes not in self._hollow:
+            self._hollow[nbytes] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return self._hollow[nbytes]
+
     def _codec(self, span: Span) -> Codec:
-        codec = self.codec.at(self._w.step) if isinstance(self.codec, Warms) else self.codec
+        codec = self.codec if self._warms is None else self._warms.at(self._w.step)
         return over(codec, span, self._w.flat.places)
 
     def _check(self, vector: Tensor, span: Span) -> None:

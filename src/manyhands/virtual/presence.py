@@ -25,13 +25,20 @@ class Presence:
         insort(self._here[self._roles[rank]], rank)
 
     def go(self, rank: int) -> None:
-        """It is no longer there."""
+        """It is no longer there; it may say so twice."""
         for role in (None, self._roles[rank]):
-            ranks = self._here[role]
-            del ranks[bisect_left(ranks, rank)]
+            place, found = self._find(role, rank)
+            if found:
+                del self._here[role][place]
 
     def others(self, role: str | None, rank: int) -> list[int]:
         """All that are there and have this role, or any, but one."""
+        place, found = self._find(role, rank)
+        ranks = self._here.get(role, [])
+        return ranks[:place] + ranks[place + found :]
+
+    def _find(self, role: str | None, rank: int) -> tuple[int, bool]:
+        """Where it stands, or would stand, among those of a role, and whether it does."""
         ranks = self._here.get(role, [])
         place = bisect_left(ranks, rank)
-        return ranks[:place] + ranks[place + (ranks[place : place + 1] == [rank]) :]
+        return place, ranks[place : place + 1] == [rank]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,9 @@ from manyhands.virtual.native import Meeting, Room
 from manyhands.virtual.presence import Presence
 from manyhands.virtual.transport import VirtualTransport
 from manyhands.virtual.units import bytes_per_second, seconds
+
+YOUNG = 100_000
+"""How many objects may be new before Python looks for cycles among them."""
 
 
 class World:
@@ -183,15 +188,28 @@ def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 
             world.kernel.at(at, world.come, (rank.rank, main(rank)))
         else:
             rank.begin(main(rank))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _at_ease():
         world.kernel.run()
-    finally:
-        torch.set_num_threads(threads)
     sent = [rank.bytes_sent for rank in world.ranks]
     depth = max(rank.depth for rank in world.ranks)
     return Simulation(results, world.kernel.now, sent, depth, world.kernel.events, world.lost)
+
+
+@contextmanager
+def _at_ease() -> Iterator[None]:
+    """One thread for torch; and Python looks for cycles more seldom.
+
+    What ranks have on its way lives for a moment, but outlives many a search of the usual kind, and is then taken for
+    something that stays: so everything that stays is searched again and again.
+    """
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    torch.set_num_threads(1)
+    gc.set_threshold(max(thresholds[0], YOUNG) if thresholds[0] else 0, *thresholds[1:])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        gc.set_threshold(*thresholds)
 
 
 def on_ranks(ranks: int, program: Callable[[Transport], Any], cluster: Cluster | None = None) -> Simulation:
