@@ -141,8 +141,9 @@ class Worker:
             self.transport.spend(seconds)
             return loss
         self.transport.spend(seconds * FORWARD_SHARE)
+        numel = self.flat.numel
         for bucket in self.flat.buckets():
-            self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / self.flat.numel)
+            self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / numel)
             fired(bucket)
         return loss
 
