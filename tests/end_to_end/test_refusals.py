@@ -117,7 +117,7 @@ MACHINES = [
     (cluster(local_bandwidth="0B"), "local_bandwidth is 0B, but must be > 0"),
     (cluster(workers=2, servers=1, faults=[mh.Die(3)]), "straggler is 3, but must be 0 to 2"),
     (cluster(workers=2, stragglers=mh.Slow([2])), "straggler is 2, but must be 0 to 1"),
-    (cluster(workers=2, order=[0, 2]), "order of events is 2, but must be 0 to 1"),
+    (cluster(workers=2, order=[0, 2]), "a rank in order is 2, but must be 0 to 1"),
     (lambda _: mh.Die(-1), "the rank of a fault is -1, but must be >= 0"),
     (lambda _: mh.Die(0, at=-1), "the time of a fault is -1, but must be a time such as 50us"),
     (lambda _: mh.Slow([0], 0), "factor is 0, but must be > 0"),

@@ -93,8 +93,8 @@ REFUSED = [
     ({"workers": 2, "servers": 1, "faults": [Stop(3)]}, "the rank of a fault or straggler is 3, but must be 0 to 2"),
     ({"workers": 2, "stragglers": Slow([0, 2])}, "the rank of a fault or straggler is 2, but must be 0 to 1"),
     ({"workers": 2, "faults": [Slow([4])]}, "the rank of a fault or straggler is 4, but must be 0 to 1"),
-    ({"workers": 2, "servers": 1, "order": [0, 2]}, "a rank in the order of events is 2, but must be 0 to 1"),
-    ({"workers": 2, "turns": [-1]}, "a rank in the order of events is -1, but must be 0 to 1"),
+    ({"workers": 2, "servers": 1, "order": [0, 2]}, "a rank in order is 2, but must be 0 to 1"),
+    ({"workers": 2, "turns": [-1]}, "a rank in turns is -1, but must be 0 to 1"),
 ]
 
 
@@ -244,31 +244,3 @@ def test_an_empty_file_is_the_default_cluster(tmp_path):
 
 def test_one_straggler_may_be_one_table(tmp_path):
     assert from_text(tmp_path, "[stragglers]\nranks = [2]\n").slow == [Slow([2])]
-
-
-BAD_FILES = [
-    ("worker = 4", r"has 'worker', but a cluster knows only bandwidth, cores, .*, workers$"),
-    ("workers = 0", r"^workers is 0, but must be >= 1$"),
-    (
-        '[[faults]]\nkind = "explode"',
-        r"has a fault of kind 'explode', but must be one of die, stop, cut, slow-link, slow$",
-    ),
-    ('[[faults]]\nkind = "die"\nranks = [0]', r"has a fault of kind 'die' with wrong settings: .*'ranks'$"),
-    ('[[faults]]\nkind = "die"', r"has a fault of kind 'die' with wrong settings: .*'rank'$"),
-    ("[[stragglers]]\nfactor = 2", r"has a fault of kind 'slow' with wrong settings: .*'ranks'$"),
-    ('[[faults]]\nkind = "die"\nrank = -1', r"^the rank of a fault is -1, but must be >= 0$"),
-    ("workers = ", r"^cannot read the cluster file .*cluster.toml: "),
-    ('workers = "four"', r"cluster.toml has a value of the wrong kind: "),
-    ("faults = 3", r"cluster.toml has a value of the wrong kind: "),
-]
-
-
-@pytest.mark.parametrize(("text", "words"), BAD_FILES, ids=[text for text, _ in BAD_FILES])
-def test_a_file_that_makes_no_sense_is_refused(tmp_path, text, words):
-    with pytest.raises(Refused, match=words):
-        from_text(tmp_path, text)
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(Refused, match=r"^cannot read the cluster file .*none.toml: "):
-        Cluster.from_file(tmp_path / "none.toml")

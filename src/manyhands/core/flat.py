@@ -105,6 +105,7 @@ class Flat:
             self.places += self.parts[-1].places
         self._gradients = self._gradient_views()
         self._stretches: dict[Span, Tensor] = {}
+        self._buckets: dict[int, list[Span]] = {}
         self._arrived: dict[str, Place] = {}
         self._complete = False
         self._keeps_rows = False
@@ -237,6 +238,11 @@ class Flat:
 
     def buckets(self, nbytes: int = BUCKET_BYTES) -> list[Span]:
         """Stretches of about `nbytes`, whole parameters each, in the order their gradients become ready."""
+        if nbytes not in self._buckets:
+            self._buckets[nbytes] = self._cut(nbytes)
+        return self._buckets[nbytes]
+
+    def _cut(self, nbytes: int) -> list[Span]:
         ready = {name: -number for number, name in enumerate(self._parameters)}
         first = {place.span[:2]: ready[place.name] for place in self.places}  # of a bucket the last to be ready
         buckets: list[Span] = []

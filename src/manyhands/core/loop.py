@@ -43,7 +43,7 @@ from manyhands.core.protocols import (
 )
 from manyhands.core.saving import Snapshot, own, section, under
 from manyhands.core.task import Task
-from manyhands.core.worker import Worker
+from manyhands.core.worker import Layouts, Worker
 
 Line = dict[str, Any]
 """One line of the record."""
@@ -81,6 +81,8 @@ class Job:
         return self._sizes[0]
 
     _sizes: list[nn.Module] = field(default_factory=list)
+    layouts: Layouts = field(default_factory=dict)
+    """How that one is laid out, for all."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
     sizes = {"batch_size": job.batch_size, "data_size": len(job.task.data)}
     strategy = copy.deepcopy(job.strategy)
     rule = rule_of(strategy)
-    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, rule=rule, **sizes)
+    layouts = job.layouts if job.task.sizes_only else None
+    w = Worker(transport, job.task, job.model(), seed=job.seed, steps=job.steps, rule=rule, layouts=layouts, **sizes)
     if job.resume is not None:
         _load(w, job.resume)  # of a worker that comes later it is overwritten when it arrives
     if isinstance(strategy, Serves) and transport.role == "server":
@@ -153,7 +156,8 @@ def _train(job: Job, w: Worker, strategy: Strategy, segments: Sequence[Segment])
             loss = strategy.step(w, batch)
             w.step += 1
             job.observe(_line(w, loss) | w.spent.facts() | dict(notes()))
-        w.crew = [*w.crew, *(rank for rank in segment.budget.arrivals if rank not in w.crew)]
+        if came := [rank for rank in segment.budget.arrivals if rank not in w.crew]:
+            w.crew = [*w.crew, *came]
         _pause(job, w, strategy, segment)
         if segment.budget.stopped:
             return

@@ -182,6 +182,12 @@ def recv(post: Post, *tags: Tag, frm: int = ANY) -> Message:
     return message
 
 
+def on_one_host(transport: Transport, ranks: Sequence[int]) -> bool:
+    """Whether these ranks share memory."""
+    first = transport.hosts[ranks[0]]
+    return all(transport.hosts[rank] == first for rank in ranks)
+
+
 class Standing(NamedTuple):
     """Where one worker stands at a shard when it wants to read."""
 

@@ -137,6 +137,9 @@ class Sender:
         self._w = w
         self._key = key
         self.codec = codec
+        self._rounds = codec if isinstance(codec, Rounds) else None
+        self._warms = codec if isinstance(codec, Warms) else None  # asked in every step, so it is found out once
+        self._hollow: dict[int, Tensor] = {}
         self.memory = [codec.memory(part.weights) for part in w.flat.parts]
         """What the codec remembers of every part of the model."""
 
@@ -159,11 +162,11 @@ class Sender:
     def _encode(self, vector: Tensor, span: Span, scale: Tensor | None) -> tuple[Tensor, ...]:
         w, (_, start, stop) = self._w, span
         x, codec = vector[start:stop], self._codec(span)
-        changes = not isinstance(codec, Rounds) or codec.rounding(x.dtype) > 0
+        changes = self._rounds is None or self._rounds.rounding(x.dtype) > 0
         if changes:
             w.move(x.nbytes)
         if x.is_meta:
-            return (torch.empty(codec.nbytes(x), dtype=torch.uint8, device="meta"),)
+            return (self._sized(codec.nbytes(x)),)
         if changes:
             if scale is None:
                 self._check(vector, span)
@@ -176,8 +179,14 @@ class Sender:
         memory = self.memory[span.part]
         return None if memory is None else memory[..., span.start : span.stop]
 
+    def _sized(self, nbytes: int) -> Tensor:
+        """Nothing but a number of bytes, made once: nobody writes there."""
+        if nbytes not in self._hollow:
+            self._hollow[nbytes] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return self._hollow[nbytes]
+
     def _codec(self, span: Span) -> Codec:
-        codec = self.codec.at(self._w.step) if isinstance(self.codec, Warms) else self.codec
+        codec = self.codec if self._warms is None else self._warms.at(self._w.step)
         return over(codec, span, self._w.flat.places)
 
     def _check(self, vector: Tensor, span: Span) -> None:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from heapq import merge
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ REFERENCE_BYTES = 8e9
 FORWARD_SHARE = 1 / 3
 """Of the work of a training step; the backward pass is twice the forward pass."""
 
+Layouts = dict[tuple[tuple[str, ...], tuple[tuple[str, ...], ...]], Flat]
+"""By the names of the parameters, and of those that lie apart."""
+
 
 class Worker:
     """A rank with a model.
@@ -44,6 +48,7 @@ class Worker:
         batch_size: samples of one mini-batch.
         data_size: samples of the whole data set; None if nobody knows.
         rule: what moves the weights: parameters that it treats differently lie apart.
+        layouts: where workers of one process that have the same model of sizes only share how it is laid out.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Worker:
         batch_size: int,
         data_size: int | None = None,
         rule: Rule | None = None,
+        layouts: Layouts | None = None,
     ) -> None:
         self.transport = transport
         self.task = task
@@ -66,6 +72,7 @@ class Worker:
         self.batch_size = batch_size
         self.data_size = data_size
         self.rule = rule
+        self._layouts: Layouts = {} if layouts is None else layouts
         self.rank = transport.rank
         seats = transport.roles.count("worker")
         self.seats: Sequence[int] = range(seats)
@@ -96,7 +103,11 @@ class Worker:
         trains = any(p.requires_grad for p in self.model.parameters())
         refuse_unless(trains, "the number of parameters to be trained", 0, ">= 1: all are frozen")
         here = {name: p for name, p in named.items() if name not in self.apart}
-        return Flat(here, groups(self.rule, self.model))
+        apart = tuple(tuple(names) for names in groups(self.rule, self.model))
+        key = tuple(here), apart
+        if key not in self._layouts:
+            self._layouts[key] = Flat(here, apart)
+        return self._layouts[key]
 
     @cached_property
     def _parameters(self) -> int:
@@ -105,8 +116,8 @@ class Worker:
     @property
     def lead(self) -> int:
         """The lowest worker rank still there: it evaluates and saves."""
-        here = {self.rank, *self.transport.peers("worker")}
-        return min(rank for rank in self.crew if rank in here)
+        in_order = merge([self.rank], self.transport.peers("worker"))
+        return next(rank for rank in in_order if rank in self.crew)
 
     @property
     def samples(self) -> int:
@@ -136,8 +147,9 @@ class Worker:
             self.transport.spend(seconds)
             return
         self.transport.spend(seconds * FORWARD_SHARE)
+        numel = self.flat.numel
         for bucket in self.flat.buckets():
-            self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / self.flat.numel)
+            self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / numel)
             fired(bucket)
 
     @cached_property

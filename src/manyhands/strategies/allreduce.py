@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from manyhands.core.flat import Part, Span
 from manyhands.core.holding import Holding, replica
-from manyhands.core.protocols import At, Batch, Rule, Saved, Tag, Weights, recv
+from manyhands.core.protocols import At, Batch, Rule, Saved, Tag, Weights, on_one_host, recv
 from manyhands.core.saving import join, pieces, restore, section, under
 from manyhands.core.worker import Worker
 from manyhands.topology.collectives import all_reducer
@@ -56,14 +56,14 @@ class AllReduce:
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; whether buckets may leave early."""
-        hosts = {w.transport.hosts[rank] for rank in w.workers}
+        one_host = on_one_host(w.transport, w.workers)
         self.pool = None
-        if len(hosts) == 1 < len(w.workers) and self.collective == "auto" and not w.flat.is_meta:
+        if one_host and len(w.workers) > 1 and self.collective == "auto" and not w.flat.is_meta:
             self.pool = Pool(w, self.rule)
         self.held = replica(w.flat, self.rule) if self.pool is None else self.pool.held
         self.sum = all_reducer(self.collective, w.transport, w.workers)
         self.buckets = w.flat.buckets()
-        self.overlaps = len(hosts) > 1 and len(self.buckets) > 1
+        self.overlaps = not one_host and len(self.buckets) > 1
         if self.overlaps:
             w.transport.spawn(lambda: self.exchange(w), daemon=True)
 

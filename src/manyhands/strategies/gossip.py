@@ -18,9 +18,8 @@ the others x^ = x. The answer is the mean of all x.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from random import Random
 from typing import ClassVar, Literal
 
 from manyhands.core.errors import PeerLost, refuse_unless
@@ -29,7 +28,7 @@ from manyhands.core.meeting import meet
 from manyhands.core.protocols import Batch, Codec, Message, Rule, Saved, Tag, Weights, recv
 from manyhands.core.sending import check_rounds
 from manyhands.core.worker import Worker
-from manyhands.topology.peers import GRADIENT, Exchange, Own, Pairing, Pulling, Pushing
+from manyhands.topology.peers import GRADIENT, Exchange, Others, Own, Pairing, Pulling, Pushing, shuffled
 
 SETTLE, SETTLED = Tag("settle", carries="nothing"), Tag("settled", carries="nothing")
 EXCHANGES: dict[str, Callable[[Own], Exchange]] = {"push": Pushing, "pull": Pulling, "pairwise": Pairing}
@@ -63,7 +62,8 @@ class Gossip:
         """x, what is averaged; the model's own weights are x^, what is computed on; all others are peers."""
         self.own = Own(w, self.rule, codec=self.codec)
         self.exchange: Exchange = EXCHANGES[self.mode](self.own)
-        self.peers = [rank for rank in w.workers if rank != w.rank]
+        self.peers = Others(w.workers)
+        self.peers.remove(w.rank)
         w.transport.spawn(lambda: self.communicate(w), daemon=True)
 
     def step(self, w: Worker, batch: Batch) -> float:
@@ -80,7 +80,7 @@ class Gossip:
             try:
                 message = recv(w.transport, GRADIENT, SETTLE, *self.exchange.tags)
             except PeerLost as loss:
-                self.peers = [peer for peer in self.peers if peer != loss.rank]
+                self.peers.remove(loss.rank)
                 over = self.exchange.forget(loss.rank)
             else:
                 over = self.take(w, message)
@@ -100,7 +100,7 @@ class Gossip:
 
     def chosen(self, w: Worker) -> Iterator[int]:
         """The peer to meet after this step and, should it refuse or be lost, others; nobody if it is not time."""
-        return shuffled(self.peers if (w.step + 1) % self.period == 0 else (), w.random)
+        return shuffled(self.peers, w.random) if (w.step + 1) % self.period == 0 else iter(())
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -133,10 +133,3 @@ class Gossip:
         """Each its own, before anybody averages."""
         self.own.restore(saved)
         meet(w)
-
-
-def shuffled(ranks: Sequence[int], draw: Random) -> Iterator[int]:
-    """All of them in random order, drawn one by one: mostly the first is enough."""
-    left = list(ranks)
-    while left:
-        yield left.pop(draw.randrange(len(left)))

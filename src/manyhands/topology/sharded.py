@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.flat import Span
-from manyhands.core.protocols import Saved, Tag, recv
+from manyhands.core.protocols import Saved, Tag, on_one_host, recv
 from manyhands.core.saving import Piece, join
 from manyhands.core.worker import Worker
 from manyhands.topology.keeping import (
@@ -38,8 +38,7 @@ def keepers(w: Worker) -> dict[int, list[Span]]:
 
     There a killed worker takes nothing with it but itself, and what a stretch costs is little next to a gradient.
     """
-    one_host = len({w.transport.hosts[rank] for rank in w.workers}) == 1
-    ranks = w.servers or (w.workers[:1] if one_host else w.workers)
+    ranks = w.servers or (w.workers[:1] if on_one_host(w.transport, w.workers) else w.workers)
     shards = by_size(w.flat, min(len(ranks), w.flat.numel))
     return dict(zip(ranks, shards, strict=False))
 

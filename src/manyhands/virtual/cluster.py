@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.virtual.faults import CutLink, Die, Fault, Slow, SlowLink, Stop
+from manyhands.virtual.cluster_file import read
+from manyhands.virtual.faults import Fault, Slow
 from manyhands.virtual.units import bytes_per_second, seconds
 
 
@@ -85,8 +84,9 @@ class Cluster:
         last = self.size - 1
         for rank in named:
             refuse_unless(rank <= last, "the rank of a fault or straggler", rank, f"0 to {last}")
-        for rank in [*(self.order or ()), *(self.turns or ())]:
-            refuse_unless(0 <= rank < self.workers, "a rank in the order of events", rank, f"0 to {self.workers - 1}")
+        for name, ranks in (("order", self.order or ()), ("turns", self.turns or ())):
+            for rank in ranks:
+                refuse_unless(0 <= rank < self.workers, f"a rank in {name}", rank, f"0 to {self.workers - 1}")
 
     @property
     def slow(self) -> list[Slow]:
@@ -120,29 +120,5 @@ class Cluster:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Cluster:
-        """Read a TOML file whose keys are the arguments; faults are tables with a `kind`."""
-        try:
-            given: dict[str, Any] = tomllib.loads(Path(path).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise Refused(f"cannot read the cluster file {path}: {error}") from error
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise Refused(f"{path} has {unknown[0]!r}, but a cluster knows only {', '.join(sorted(known))}")
-        try:
-            for name in ("faults", "stragglers"):
-                tables = given.get(name, [])
-                given[name] = [_fault(path, {**table}) for table in (tables if isinstance(tables, list) else [tables])]
-            return cls(**given)
-        except TypeError as error:
-            raise Refused(f"{path} has a value of the wrong kind: {error}") from error
-
-
-def _fault(path: str | Path, table: dict[str, Any]) -> Fault:
-    kinds: dict[str, type[Fault]] = {"die": Die, "stop": Stop, "cut": CutLink, "slow-link": SlowLink, "slow": Slow}
-    kind = table.pop("kind", "slow")
-    if kind not in kinds:
-        raise Refused(f"{path} has a fault of kind {kind!r}, but must be one of {', '.join(kinds)}")
-    try:
-        return kinds[kind](**table)
-    except TypeError as error:
-        raise Refused(f"{path} has a fault of kind {kind!r} with wrong settings: {error}") from error
+        """Read a TOML file whose keys are the arguments; faults and stragglers are tables, faults with a `kind`."""
+        return read(path, cls)

@@ -179,7 +179,7 @@ class Kernel:
             raise self._failure
 
     def _play(self) -> None:
-        heap, ready = self._heap, self._ready
+        heap, ready, pop = self._heap, self._ready, heapq.heappop
         while self._busy and not self._failure:
             self.events += 1
             if ready:
@@ -188,7 +188,7 @@ class Kernel:
                     self.current = activity
                     activity.green.switch(value)
             elif heap:
-                self.now, _, action, argument = heapq.heappop(heap)
+                self.now, _, action, argument = pop(heap)
                 action(argument)
             else:
                 raise Deadlock(self._who_waits())

@@ -81,6 +81,7 @@ class Network:
         self._flows: dict[tuple[int, int], Flow] = {}
         self._slower = [1.0] * len(hosts)
         self._deliver = deliver
+        self._turn = self._serve  # asked for with every chunk, so it is bound once
 
     def carry(self, frm: int, to: int, nbytes: int, message: Any) -> None:
         """Put a message on its way."""
@@ -95,7 +96,7 @@ class Network:
         if not port.serving:
             if port.free > self._kernel.now:
                 port.serving = True
-                self._kernel.at(port.free, self._serve, port)
+                self._kernel.at(port.free, self._turn, port)
             else:
                 self._serve(port)
 
@@ -132,7 +133,7 @@ class Network:
             port.last = flow
         port.serving = flow.queued or bool(flows)
         if port.serving:
-            self._kernel.at(end, self._serve, port)
+            self._kernel.at(end, self._turn, port)
 
     def _complete(self, flow: Flow, end: float) -> None:
         """The last chunk is on the wire: foresee the arrival, go on with the next message."""

@@ -64,7 +64,7 @@ class VirtualMessage:
         self.meta = meta
         self.tensors = tuple([x.detach() for x in tensors]) if tensors else ()
         self.nbytes = sum([x.nbytes for x in self.tensors]) if tensors else 0
-        self._seals = [Seal(x) for x in tensors]
+        self._seals = [Seal(x) for x in tensors if not x.is_meta]
 
     def release(self) -> None:
         """Give the tensors and the credit back."""

@@ -16,6 +16,7 @@ from manyhands.core.errors import ManyhandsError, MayNotWait, PeerLost, refuse_u
 from manyhands.core.lending import inside_backward
 from manyhands.core.protocols import ANY, Collective, Meta, Tag
 from manyhands.virtual.kernel import Activity
+from manyhands.virtual.mailbox import Mailbox
 from manyhands.virtual.messages import Lane, VirtualMessage
 from manyhands.virtual.native import Native
 
@@ -64,7 +65,7 @@ class VirtualTransport:
         self.activities: list[Activity] = []
         self._world = world
         self._kernel = world.kernel
-        self._queue: deque[VirtualMessage] = deque()
+        self._queue = Mailbox()
         self._waiters: list[Waiter] = []
         self._lanes: dict[tuple[int, str], Lane] = {}
         self._in_flight = 0
@@ -118,7 +119,7 @@ class VirtualTransport:
     def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> VirtualMessage | None:
         if inside_backward():
             raise MayNotWait(f"rank {self.rank} may not receive inside a backward pass")
-        message = self._take(tags, frm) if self._queue else None
+        message = self._queue.take(tags, frm) if self._queue else None
         if message is None:
             self._tell_loss(frm)
             message = self._wait_for(Waiter(self._kernel.current, tags, frm), timeout)
@@ -132,13 +133,6 @@ class VirtualTransport:
         if self._cpu_per_byte:
             self._charge(message.frm, message.nbytes)
         return message
-
-    def _take(self, tags: tuple[Tag, ...], frm: int) -> VirtualMessage | None:
-        for place, message in enumerate(self._queue):
-            if message.tag in tags and frm in (ANY, message.frm):
-                del self._queue[place]
-                return message
-        return None
 
     def _wait_for(self, waiter: Waiter, timeout: float | None) -> VirtualMessage | None:
         for other in self._waiters:
@@ -178,7 +172,7 @@ class VirtualTransport:
                 self._waiters.remove(waiter)
                 self._kernel.wake(waiter.activity, message)
                 return
-        self._queue.append(message)
+        self._queue.add(message)
 
     def look_again(self, message: VirtualMessage) -> None:
         """A message was replaced: if it had arrived, somebody may be waiting for it now."""
@@ -299,7 +293,7 @@ class VirtualTransport:
         return self._sending
 
     def peers(self, role: str | None = None) -> Sequence[int]:
-        return self._world.alive(role, but=self.rank)
+        return self._world.present.others(role, self.rank)
 
     def collective(self, group: Sequence[int]) -> Collective:
         return Native(self._world, self, group)

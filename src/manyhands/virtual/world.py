@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
+import gc
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +20,13 @@ from manyhands.virtual.faults import Fault, Slow, SlowLink
 from manyhands.virtual.kernel import Activity, Kernel
 from manyhands.virtual.links import Network
 from manyhands.virtual.messages import VirtualMessage
-from manyhands.virtual.native import Meeting
+from manyhands.virtual.native import Meeting, Room
+from manyhands.virtual.presence import Presence
 from manyhands.virtual.transport import VirtualTransport
 from manyhands.virtual.units import bytes_per_second, seconds
+
+YOUNG = 100_000
+"""How many objects may be new before Python looks for cycles among them."""
 
 
 class World:
@@ -33,7 +39,8 @@ class World:
         self.hosts = cluster.placement()
         self.lost: list[tuple[int, str]] = []
         self.locks: dict[tuple[int, str], deque[Activity]] = {}
-        self.meetings: dict[tuple[int, ...], Meeting] = {}
+        self.rooms: dict[Sequence[int], Room] = {}
+        self.meetings: dict[Room, Meeting] = {}
         self.gone: dict[int, str] = dict.fromkeys(cluster.late, "it has not come yet")
         """Why a rank is not there."""
         self.watchers: dict[int, dict[VirtualTransport, int]] = {rank: {} for rank in range(-1, cluster.size)}
@@ -42,10 +49,12 @@ class World:
         self._latency = seconds(cluster.latency), seconds(cluster.local_latency)
         self._rate = bytes_per_second(cluster.bandwidth), bytes_per_second(cluster.local_bandwidth)
         self.network = self._links()
-        self.cores = {host: Cores(self.kernel, cluster.cores or self.hosts.count(host)) for host in self.hosts}
+        ranks_of = Counter(self.hosts)
+        self.cores = {host: Cores(self.kernel, cluster.cores or ranks) for host, ranks in ranks_of.items()}
         others = cluster.size - cluster.workers
         speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * others)]
         self.roles = ["worker"] * (cluster.size - cluster.servers) + ["server"] * cluster.servers
+        self.present = Presence(self.roles, cluster.late)
         self.ranks = [VirtualTransport(self, rank, speeds[rank]) for rank in range(cluster.size)]
         self._foresee_faults()
 
@@ -101,12 +110,6 @@ class World:
 
     # -- membership -------------------------------------------------------------------------------
 
-    def alive(self, role: str | None, but: int) -> list[int]:
-        """Ranks that are neither lost nor gone."""
-        return [
-            one.rank for one in self.ranks if one.rank != but and one.rank not in self.gone and role in (None, one.role)
-        ]
-
     def why_gone(self, rank: int) -> str | None:
         return self.gone.get(rank)
 
@@ -114,11 +117,13 @@ class World:
         """A rank is there from now on, and begins its program."""
         rank, program = newcomer
         del self.gone[rank]
+        self.present.come(rank)
         self.ranks[rank].begin(program)
 
     def leave(self, rank: int) -> None:
         """A rank says good-bye."""
         self.gone[rank] = "left"
+        self.present.go(rank)
         self._announce(rank, "left", lost=False)
 
     def lose(self, rank: int, why: str) -> None:
@@ -126,6 +131,7 @@ class World:
         if rank in self.gone:
             return
         self.gone[rank] = why
+        self.present.go(rank)
         self.lost.append((rank, why))
         for activity in self.ranks[rank].activities:
             self.kernel.kill(activity)
@@ -137,9 +143,9 @@ class World:
         for one in self.ranks if lost else list(self.watchers[rank]):
             if one.rank not in self.gone:
                 one.notice(rank, why, lost)
-        for group, meeting in list(self.meetings.items()):
-            if rank in group:
-                del self.meetings[group]
+        for room, meeting in list(self.meetings.items()):
+            if rank in room.group:
+                del self.meetings[room]
                 for activity in meeting.waiting:
                     self.kernel.wake(activity, PeerLost(rank, why))
 
@@ -182,15 +188,28 @@ def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 
             world.kernel.at(at, world.come, (rank.rank, main(rank)))
         else:
             rank.begin(main(rank))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with _at_ease():
         world.kernel.run()
-    finally:
-        torch.set_num_threads(threads)
     sent = [rank.bytes_sent for rank in world.ranks]
     depth = max(rank.depth for rank in world.ranks)
     return Simulation(results, world.kernel.now, sent, depth, world.kernel.events, world.lost)
+
+
+@contextmanager
+def _at_ease() -> Iterator[None]:
+    """One thread for torch; and Python looks for cycles more seldom.
+
+    What ranks have on its way lives for a moment, but outlives many a search of the usual kind, and is then taken for
+    something that stays: so everything that stays is searched again and again.
+    """
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+    torch.set_num_threads(1)
+    gc.set_threshold(max(thresholds[0], YOUNG) if thresholds[0] else 0, *thresholds[1:])
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        gc.set_threshold(*thresholds)
 
 
 def on_ranks(ranks: int, program: Callable[[Transport], Any], cluster: Cluster | None = None) -> Simulation:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Collective, Transport
+from manyhands.core.protocols import Collective, Transport, on_one_host
 from manyhands.topology.collectives.butterfly import Butterfly
 from manyhands.topology.collectives.group import check_ranks
 from manyhands.topology.collectives.rabenseifner import Rabenseifner
@@ -52,8 +52,7 @@ def auto(transport: Transport, group: Sequence[int]) -> Collective:
     """What suits these ranks."""
     if len(group) == 1:
         return Alone()
-    one_host = len({transport.hosts[rank] for rank in group}) == 1
-    return Shared(transport, group) if one_host else BySize(transport, group)
+    return Shared(transport, group) if on_one_host(transport, group) else BySize(transport, group)
 
 
 def native(transport: Transport, group: Sequence[int]) -> Collective:

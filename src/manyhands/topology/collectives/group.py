@@ -24,7 +24,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from manyhands.core.errors import ManyhandsError, refuse_unless
+from manyhands.core.errors import ManyhandsError, Refused, refuse_unless
 from manyhands.core.protocols import Message, Tag, Transport, recv
 
 KIND = Tag("collective", carries="vectors")
@@ -112,10 +112,17 @@ def copy(x: Tensor, into: Tensor) -> None:
         into.copy_(x)
 
 
-def check_ranks(transport: Transport, ranks: Sequence[int]) -> list[int]:
-    """The ranks of a group, refused unless they are in order, exist, and include this one."""
-    refuse_unless(list(ranks) == sorted(set(ranks)), "group", list(ranks), "in order, each rank once")
-    inside = all(0 <= rank < transport.size for rank in ranks)
-    refuse_unless(inside, "group", list(ranks), f"among ranks 0 to {transport.size - 1}")
-    refuse_unless(transport.rank in ranks, "group", list(ranks), f"one with rank {transport.rank}, which asks for it")
-    return list(ranks)
+def check_ranks(transport: Transport, ranks: Sequence[int]) -> Sequence[int]:
+    """The ranks of a group, refused unless they are in order, exist, and include this one; a range stays one."""
+    ordered = ranks.step > 0 if isinstance(ranks, range) else list(ranks) == sorted(set(ranks))
+    if not ordered:
+        raise _refused(ranks, "in order, each rank once")
+    if ranks and not 0 <= ranks[0] <= ranks[-1] < transport.size:
+        raise _refused(ranks, f"among ranks 0 to {transport.size - 1}")
+    if transport.rank not in ranks:
+        raise _refused(ranks, f"one with rank {transport.rank}, which asks for it")
+    return ranks if isinstance(ranks, range) else list(ranks)
+
+
+def _refused(ranks: Sequence[int], bound: str) -> Refused:
+    return Refused(f"group is {list(ranks)}, but must be {bound}")

@@ -93,13 +93,17 @@ class Own:
     @torch.no_grad()
     def average(self, total: Sequence[Tensor], count: int = 1) -> None:
         """x <- (x + total) / (1 + count), where the total is that of `count` others, as they were heard."""
-        if self.codec is None:
-            self.place([(x + y) / (1 + count) for x, y in zip(self.x, total, strict=True)])
-        else:
-            mine = self.heard(self.told())
-            moves = [(y - x * count) / (1 + count) for x, y in zip(mine, total, strict=True)]
-            self.place([x + move for x, move in zip(self.x, moves, strict=True)])
+        mine = self.x if self.codec is None else self.heard(self.told())
+        if not self.w.flat.is_meta:
+            self.place(self._averaged(mine, total, count))
         self.w.move(2 * sum(x.nbytes for x in self.x))
+
+    def _averaged(self, mine: Sequence[Tensor], total: Sequence[Tensor], count: int) -> list[Tensor]:
+        """Where that is; `mine` is what others would make of x."""
+        if self.codec is None:
+            return [(x + y) / (1 + count) for x, y in zip(self.x, total, strict=True)]
+        moves = [(y - x * count) / (1 + count) for x, y in zip(mine, total, strict=True)]
+        return [x + move for x, move in zip(self.x, moves, strict=True)]
 
     def place(self, values: Sequence[Tensor]) -> None:
         """Give x these values; it stays in its memory, since a rule may hold on to that."""

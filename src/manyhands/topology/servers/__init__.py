@@ -17,7 +17,7 @@ from functools import partial
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.holding import Holding, corrects
-from manyhands.core.protocols import WAITING, Codec, Consistency, Post, Rule
+from manyhands.core.protocols import WAITING, Codec, Consistency, Post, Rule, on_one_host
 from manyhands.core.sending import over
 from manyhands.core.worker import Worker
 from manyhands.topology.servers.inbox import Kept, inbox_of, pending_slots
@@ -42,7 +42,7 @@ def connect(
     """This worker's lanes to all shards, beginning at its own rank so that not all start at the same shard."""
     me = w.seats.index(w.rank)
     together = when.scope == "job"
-    one_host = not w.servers and len({w.transport.hosts[rank] for rank in w.seats}) == 1
+    one_host = not w.servers and on_one_host(w.transport, w.seats)
     if copies == 2:
         lanes: list[Lane] = _double_lanes(w, cut(w.flat, how, len(w.servers), rule))
     elif one_host and tree is None and "owner" not in rule.needs and not w.flat.is_meta:

@@ -123,11 +123,13 @@ class LentInbox:
 class PlainInbox(LentInbox):
     """Of a plain codec they need not be decoded."""
 
+    def __init__(self, codecs: Sequence[Codec]) -> None:
+        super().__init__(codecs)
+        self._plain = [codec.plain for codec in codecs if isinstance(codec, Plain)]
+
     def gradients(self, slots: list[int], place: int) -> list[Tensor]:
         """Where they came in."""
-        codec = self.codecs[place]
-        assert isinstance(codec, Plain)
-        return [codec.plain(self._lent[slot][0][place]) for slot in slots]
+        return [self._plain[place](self._lent[slot][0][place]) for slot in slots]
 
 
 def inbox_of(codecs: Sequence[Codec]) -> LentInbox:
