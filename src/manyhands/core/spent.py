@@ -9,8 +9,7 @@ so nothing is counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from manyhands.core.protocols import Transport
 
@@ -32,23 +31,17 @@ class Spent:
         self.compute_began: float | None = None
         self.compute = self.encode = 0.0
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> _Timer:
         """Forward and backward passes."""
         if self.compute_began is None:
             self.compute_began = self._transport.now()
-        before = self._at_work()
-        yield
-        self.compute += self._at_work() - before
+        return _Timer(self, "compute")
 
-    @contextmanager
-    def encoding(self) -> Iterator[None]:
+    def encoding(self) -> _Timer:
         """Making what travels of what was computed, or the other way round."""
-        before = self._at_work()
-        yield
-        self.encode += self._at_work() - before
+        return _Timer(self, "encode")
 
-    def _at_work(self) -> float:
+    def at_work(self) -> float:
         """The clock, without the time spent waiting and sending."""
         t = self._transport
         return t.now() - t.waited() - t.sending()
@@ -65,3 +58,19 @@ class Spent:
             "send": t.sending() - self._sending,
         }
         return {name: round(value, DIGITS) for name, value in seconds.items()}
+
+
+class _Timer:
+    """Adds to one of the sums what passes inside it. Made anew each time: a step enters several of them."""
+
+    __slots__ = ("_before", "_name", "_spent")
+
+    def __init__(self, spent: Spent, name: str) -> None:
+        self._spent, self._name = spent, name
+
+    def __enter__(self) -> None:
+        self._before = self._spent.at_work()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        passed = self._spent.at_work() - self._before
+        setattr(self._spent, self._name, getattr(self._spent, self._name) + passed)

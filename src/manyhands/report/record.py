@@ -26,6 +26,8 @@ NAME = "record.jsonl"
 """Of a record, in the folder of its run."""
 FORMAT = 1
 """Grows when a field changes its meaning."""
+SIMPLE = frozenset([int, str, bool, type(None)])
+"""What JSON carries as it is."""
 FLUSH = 1.0
 """Seconds until a line is certainly on disk."""
 
@@ -60,9 +62,9 @@ class Record:
         self.lines.append(plain(line))
         if self._file is not None:
             self._file.write(json.dumps(self.lines[-1]) + "\n")
-            if time.monotonic() - self._flushed > FLUSH:
+            if (now := time.monotonic()) - self._flushed > FLUSH:
                 self._file.flush()
-                self._flushed = time.monotonic()
+                self._flushed = now
         for listener in self._also:
             listener.write(self.lines[-1])
 
@@ -78,10 +80,10 @@ class Record:
 
 def plain(value: Any) -> Any:
     """A value that JSON can carry; a number that is not finite becomes null, and what nobody foresaw a text."""
+    if type(value) in SIMPLE:
+        return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
