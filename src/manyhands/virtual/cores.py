@@ -39,18 +39,22 @@ class Cores:
         me.waited = waited
 
     def _rate(self) -> float:
-        return min(1.0, self._count / len(self._running)) if self._running else 0.0
+        share = self._count / len(self._running)
+        return share if share < 1.0 else 1.0
 
     def _advance(self) -> None:
-        self._progress += (self._kernel.now - self._since) * self._rate()
-        self._since = self._kernel.now
-        if not self._running:
+        now = self._kernel.now
+        if self._running:
+            self._progress += (now - self._since) * self._rate()
+        else:
             self._progress = 0.0
+        self._since = now
 
     def _schedule(self) -> None:
         if self._running:
-            left = max(0.0, self._running[0][0] - self._progress)
-            self._kernel.at(self._since + left / self._rate(), self._end, self._running[0][1])
+            finish, number, _ = self._running[0]
+            left = finish - self._progress
+            self._kernel.at(self._since + (left if left > 0.0 else 0.0) / self._rate(), self._end, number)
 
     def _end(self, number: int) -> None:
         """The first in line has done its work, unless somebody joined or left since this was foreseen."""

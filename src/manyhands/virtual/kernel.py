@@ -27,7 +27,7 @@ from manyhands.core.errors import Deadlock, MayNotWait
 # Asked at every switch, so they are looked up once.
 _graph_task, _autocast = torch._C._current_graph_task_id, torch._C._is_any_autocast_enabled
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_inference, _grad = torch.is_inference_mode_enabled, torch.is_grad_enabled
+_inference, _grad, _set_grad = torch.is_inference_mode_enabled, torch.is_grad_enabled, torch._C._set_grad_enabled
 _saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -142,7 +142,7 @@ class Kernel:
         finally:
             me.waited += self.now - began
             if _grad() is not grad:
-                torch.set_grad_enabled(grad)
+                _set_grad(grad)
         if isinstance(value, BaseException):
             raise value
         return value

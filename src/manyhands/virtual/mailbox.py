@@ -39,14 +39,15 @@ class Mailbox:
         """Somebody has it now."""
         del self._all[message]
         same = self._by_sender[message.frm]
-        same.remove(message)
-        if not same:
+        if len(same) > 1:
+            same.remove(message)
+        else:
             del self._by_sender[message.frm]
 
     def take(self, tags: Collection[Tag], frm: int) -> VirtualMessage | None:
         """The first message with one of these tags from this rank, or from anybody."""
-        found: Iterable[VirtualMessage] = self._all if frm == ANY else self._by_sender.get(frm, ())
-        for message in found:
+        candidates: Iterable[VirtualMessage] = self._all if frm == ANY else self._by_sender.get(frm, ())
+        for message in candidates:
             if message.tag in tags:
                 self.remove(message)
                 return message
