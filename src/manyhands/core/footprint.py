@@ -28,7 +28,9 @@ def footprint(*roots: object) -> int:
         if id(one) in seen:
             continue
         seen[id(one)] = one  # kept, or another one may get its number
-        if isinstance(one, Tensor):
+        if isinstance(one, Tensor) and one.is_sparse:
+            left += [one._indices(), one._values()]
+        elif isinstance(one, Tensor):
             memory = one.untyped_storage()
             pieces[memory._cdata] = memory.nbytes()
             left.append(one.grad)
