@@ -7,7 +7,7 @@ READY := .venv/.ready
 .PHONY: demo test soak lint types docs bench browser clean
 
 demo: $(READY)
-	$(BIN)/manyhands train ssp --task digits --workers 2 --seed 0
+	$(BIN)/manyhands compare diloco ssp easgd bsp --task digits --workers 2 --target accuracy=0.95
 
 test: lint types
 	$(BIN)/pytest -n 2

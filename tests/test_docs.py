@@ -93,10 +93,13 @@ def test_the_diff_of_the_readme_is_that_of_the_examples():
 
 def test_the_demo_of_the_readme_is_that_of_the_makefile():
     command = re.search(r"^demo:.*\n\t\$\(BIN\)/manyhands (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-    assert command == "train ssp --task digits --workers 2 --seed 0"
-    assert "\nssp on digits: 2 workers, 0 servers, link shm, seed 0\n" in (ROOT / "README.md").read_text(
-        encoding="utf-8"
+    assert command == "compare diloco ssp easgd bsp --task digits --workers 2 --target accuracy=0.95"
+    shown = re.search(
+        r"The demo ends with\n\n```\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
+    rows = [line.split() for line in shown[1].splitlines()]
+    assert {row[1] for row in rows if row and row[0].isdigit()} == {"diloco", "ssp", "easgd", "bsp"}
+    assert rows[0][:6] == ["method", "samples", "to", "target", "samples/s", "time"] and rows[-1][0] == "report:"
 
 
 def parts(line):

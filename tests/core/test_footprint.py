@@ -30,7 +30,7 @@ def test_numbers_without_memory_count_as_if_they_had_it():
 
 
 def test_of_sparse_numbers_places_and_values_count():
-    assert footprint(torch.sparse_coo_tensor([[0, 5]], [1.0, 2.0], (1000,))) == 2 * 8 + 2 * 4
+    assert footprint(torch.sparse_coo_tensor([[0, 5]], [1.0, 2.0], (1000,), check_invariants=True)) == 2 * 8 + 2 * 4
 
 
 def test_rules_and_codecs_that_remember_take_more():

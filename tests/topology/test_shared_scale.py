@@ -65,7 +65,7 @@ def test_owners_of_stripes_have_such_sums_too(P):
 
 @pytest.mark.parametrize("make", [Gather, Stripes])
 def test_it_is_right_on_the_average(make):
-    P, times = 3, 400
+    P, times = 3, 100
     sums = torch.stack(
         sums_of(added(P, lambda w: make(w, ONE), steps=times, vectors=lambda rank, _: spread(rank), spans=CUT))
     )

@@ -160,7 +160,7 @@ def test_an_example_says_what_it_stands_for_and_can_be_trained_in(path):
     for method in (mh.bsp(collective="native"), mh.diloco(period=1), mh.ad_psgd()):
         result = mh.train(load("vgg16"), method, cluster=cluster, steps=2)
         assert result.seconds > 0
-        assert len(result.records) == 2 + 2 * cluster.workers
+        assert sum("loss" in line for line in result.records) == 2 * cluster.workers
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from manyhands import __version__
 PACKAGES = ("torch", "numpy", "greenlet", "msgpack", "safetensors", "rich", "tyro", "plotly")
 
 
+@cache
 def versions() -> dict[str, str | None]:
     """Ours, and those of the packages we stand on."""
     return {"manyhands": __version__, **{name: version(name) for name in PACKAGES}, "python": platform.python_version()}
@@ -29,6 +31,7 @@ def version(name: str) -> str | None:
         return None
 
 
+@cache
 def hardware() -> dict[str, Any]:
     """System, processor, cores we may use, memory."""
     return {
@@ -59,6 +62,6 @@ def provenance() -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv[0] else None,
-        "versions": versions(),
-        "machine": hardware(),
+        "versions": dict(versions()),
+        "machine": dict(hardware()),
     }
