@@ -7,7 +7,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from manyhands import processes
+import torch
+from _models import CASES
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from manyhands import Task, processes
 from manyhands.core import loop
 from manyhands.core.protocols import Transport
 from manyhands.core.spent import Spent
@@ -61,3 +66,11 @@ class Metered(Part):
         began = time.perf_counter()
         super().__call__(transport)
         return meter.seconds, time.perf_counter() - began
+
+
+def cnn() -> Task:
+    """The small convolutional network of other benchmarks, on noise."""
+    case = CASES["cnn"]
+    numbers = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(512, *case.shape, generator=numbers), torch.randint(10, (512,), generator=numbers))
+    return Task(model=case.build, data=data, loss=cross_entropy, batch_size=case.batch_size, name="cnn")
