@@ -4,7 +4,7 @@ recording-cpu-share           a small convolutional network, whose steps take so
 recording-cpu-share-digits    digits, whose steps take less than one: the most that recording can cost
 
 Two processes train with bsp, and each step of each is a line. In the ranks counts whatever keeps the time of a step and
-makes, packs and sends its line; where they were started, writing the file. Looking at the clock so often counts as well.
+makes, packs and sends its line; where they were started, writing the file. Looking at the clock counts as well.
 """
 
 from __future__ import annotations
