@@ -201,3 +201,25 @@ def test_what_cannot_be_counted_to_the_last_number_is_refused(traffic, capsys, w
     with pytest.raises(SystemExit):
         traffic.main(words)
     assert why in capsys.readouterr().err
+
+
+# -- time to target ---------------------------------------------------------------------------------
+
+
+def test_time_to_target_prints_papers_beside_ours(tmp_path):
+    said = say("time_to_target", tmp_path)
+    methods = ("bsp", "ssp", "downpour", "dc-asgd", "easgd", "bmuf")
+    rows = [line.split() for line in said if line.split()[:1] and line.split()[0] in methods]
+    assert [row[0] for row in rows] == [*methods, *methods], "seconds, then samples per second"
+    rates = {name: [float(cell.replace(",", "")) for cell in cells] for name, *cells in rows[len(methods) :]}
+    assert all(few < many for few, many in rates.values()), "more workers get through more samples"
+    assert rates["downpour"][1] > 1.2 * rates["bsp"][1], "where nobody waits for the slow"
+    start = next(n for n, line in enumerate(said) if line.startswith("what the paper says"))
+    claims = said[start + 1 : start + 5]
+    assert [line.split(":")[0] for line in claims] == ["SSP", "EASGD", "DC-ASGD", "BMUF"]
+    assert all(re.search(r"yes|near-linear", line) for line in claims)
+
+
+def test_its_clusters_have_one_slow_worker_of_eight(script):
+    slow = script("time_to_target").cluster(64).stragglers
+    assert list(slow.ranks) == list(range(0, 64, 8)) and slow.factor == 2

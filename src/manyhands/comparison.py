@@ -78,8 +78,7 @@ class Setting:
         sizes = {name: self.length.get(name) for name in ("steps", "epochs", "batch_size")}
         plan = make_plan(self.loaded, strategy, where, seed, **sizes, per_worker=False)
         steps = max(1, round(share * plan.steps))
-        has_metric = self.loaded.metric is not None and self.loaded.test is not None
-        every = max(1, steps // self.evaluations) if has_metric and not self.loaded.sizes_only else None
+        every = max(1, steps // self.evaluations) if has_metric(self.loaded) else None
         length = {"steps": steps, "batch_size": plan.batch_size, "evaluate_every": every}
         return {**self.common, **length, "seed": seed}
 
@@ -92,6 +91,7 @@ def compare(
     servers: int | None = None,
     cluster: Cluster | None = None,
     link: str = "shm",
+    bind: str = "127.0.0.1",
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int | None = None,
@@ -110,7 +110,7 @@ def compare(
     Args:
         task: a Task, or the name of one of ours.
         strategies: the methods, such as `[mh.bsp(), mh.ssp(staleness=3)]`; a mapping gives them names.
-        workers, servers, cluster, link, steps, epochs, batch_size, data: as in `mh.train`, for every method.
+        workers, servers, cluster, link, bind, steps, epochs, batch_size, data: as in `mh.train`, for every method.
         target: what is to be reached, such as "accuracy=0.95" or "loss=0.1": methods are ranked by the time it takes.
         seeds: how many repetitions, or which seeds; the table shows medians and spread.
         tune: choose every method's learning rate first, each with the same small budget.
@@ -125,9 +125,12 @@ def compare(
     refuse_unless(len(chosen) >= 1, "seeds", seeds, ">= 1")
     goal = parse_target(target) if isinstance(target, str) else target
     entries = named(strategies)
-    common: dict[str, Any] = {"workers": workers, "servers": servers, "cluster": cluster, "link": link, "data": data}
+    common: dict[str, Any] = {"workers": workers, "servers": servers, "cluster": cluster, "link": link, "bind": bind}
+    common["data"] = data
     length = {"steps": steps, "epochs": epochs, "batch_size": batch_size}
     loaded = tasks.load(task, None if data is None else Path(data)) if isinstance(task, str) else task
+    if goal is not None and goal.what == "accuracy" and not has_metric(loaded):
+        raise Refused(f"the target is {goal}, but must be a loss: {loaded.name} has nothing to be tested on")
     setting = Setting(task, {k: v for k, v in common.items() if v is not None}, length, evaluations, loaded)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory())) if out is None else claim(Path(out), force)
@@ -139,6 +142,11 @@ def compare(
         runs = [bench.run(strategy, seed) for strategy in entries for seed in chosen]
         result = Comparison(loaded.name, goal, ranking(runs, goal), runs, notes)
         return result if out is None else _report(result, folder, png)
+
+
+def has_metric(task: Task) -> bool:
+    """Whether weights can be tested."""
+    return task.metric is not None and task.test is not None and not task.sizes_only
 
 
 def named(strategies: Sequence[Strategy] | Mapping[str, Strategy]) -> list[Strategy]:

@@ -64,6 +64,13 @@ def test_two_of_one_name_are_refused():
         mh.compare("digits", [], cluster=SLOW, steps=5)
 
 
+def test_a_target_that_nobody_can_see_is_refused():
+    with pytest.raises(mh.Refused, match=r"the target is accuracy 0.9, but must be a loss: regression has nothing"):
+        mh.compare("regression", [mh.bsp()], cluster=SLOW, steps=5, target="accuracy=0.9")
+    found = mh.compare("regression", [mh.bsp()], cluster=SLOW, steps=20, target="loss=1000")
+    assert found.rows[0]["reached"] == 1 and found.rows[0]["accuracy"] is None
+
+
 def test_tuning_finds_a_rate_that_works_and_says_what_it_did():
     wild = {"wild": mh.bsp(lr=30.0)}
     plain = mh.compare("digits", wild, cluster=SLOW, epochs=6)

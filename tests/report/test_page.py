@@ -59,6 +59,7 @@ def test_a_report_is_complete(tmp_path):
         "manyhands train ssp --seed 0",
         "a note",
         "time to accuracy 0.9",
+        "samples to it",
     ):
         assert words in shown.text
     assert len(set(shown.ids)) == len(shown.ids)

@@ -46,6 +46,7 @@ def columns(section: Section) -> list[Column]:
     s = "virtual s" if section.virtual else "s"
     every = [
         Column("seconds_to_target", f"time to {section.target}", seconds_text),
+        Column("samples_to_target", "samples to it", count_text),
         Column("accuracy", "accuracy", share_text),
         Column("loss", "loss", count_text),
         Column("seconds", "virtual time" if section.virtual else "time", seconds_text),
@@ -56,7 +57,7 @@ def columns(section: Section) -> list[Column]:
         Column("memory", "memory of a rank", bytes_text),
     ]
     rows = [section.total(member) for member in section.members]
-    wanted = [column for column in every if section.target is not None or column.key != "seconds_to_target"]
+    wanted = [column for column in every if section.target is not None or not column.key.endswith("_to_target")]
     return [c for c in wanted if c.key == "seconds_to_target" or any(row[c.key] is not None for row in rows)]
 
 
