@@ -1,8 +1,8 @@
 """What it costs to write down every step of a run, in CPU seconds of all processes over the seconds of the run.
 
 recording-cpu-share           a small convolutional network, whose steps take some ten milliseconds
-recording-cpu-share-digits    digits, whose steps take less than one: the most that recording can cost; the goal was first
-                              held against this one, and missed
+recording-cpu-share-digits    digits, whose steps take less than one: the most that recording can cost. The goal was
+                              first held against this one, and missed
 
 Two processes train with bsp, and each step of each is a line. In the ranks counts whatever keeps the time of a step and
 makes, packs and sends its line; where they were started, writing the file. Looking at the clock counts as well.

@@ -5,8 +5,8 @@ the same virtual clusters, with 4 to 64 workers. Every step takes now longer, no
 twice as long. Learning rates are the defaults; where each worker's update counts in full (ssp, downpour, dc-asgd), they
 become less with more than eight workers. A worker's batches stay as large as they are.
 
-The setting decides: with one worker of eight always four times as slow, and no chance, SSP came later than BSP (0.80 times
-as soon with 4 workers), for a bound on staleness waits for such a worker as well.
+The setting decides: with one worker of eight always four times as slow, and no chance, SSP came later than BSP (0.80
+times as soon with 4 workers), for a bound on staleness waits for such a worker as well.
 
     python time_to_target.py                       # 4, 8, 16, 32 and 64 workers: some minutes
     python time_to_target.py --workers 4 16 --target 0.95 --seeds 3
