@@ -59,7 +59,7 @@ class Metered(Part):
     def __call__(self, transport: Transport) -> Any:
         """Measure whatever keeps or sends a step's facts, in this process alone."""
         meter = Meter()
-        for home, name in ((Spent, "begin"), (Spent, "facts"), (loop, "_line"), (processes.Lines, "add")):
+        for home, name in ((Spent, "begin"), (loop, "_line"), (processes.Lines, "add")):
             setattr(home, name, meter.around(getattr(home, name)))
         for name in ("computing", "encoding"):
             setattr(Spent, name, meter.around_ends(getattr(Spent, name)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from manyhands.core.budget import Budget, Each, segments
 from manyhands.core.errors import PeerLost
-from manyhands.core.loop import Job, Line, Outcome, run_rank
+from manyhands.core.loop import Job, Outcome, run_rank
 from manyhands.core.protocols import Strategy
 from manyhands.core.recipe import recipe_of
 from manyhands.core.task import Task
@@ -20,7 +20,7 @@ from manyhands.processes import Done, Named, run_plan
 from manyhands.report.adapters import adapters as listeners
 from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress
-from manyhands.report.record import FORMAT, Record
+from manyhands.report.record import FORMAT, Record, decoded, encoded
 from manyhands.result import Result, evaluate, final_loss, lag_of, sha256
 from manyhands.runtime.resuming import saver
 from manyhands.virtual.budget import Common, Prescribed
@@ -109,22 +109,23 @@ class Ran:
 
 
 def _run(plan: Plan, named: Named | None, record: Record, progress: Progress | None) -> Ran:
-    def observe(line: Line) -> None:
-        record.write(line)
+    def on_lines(parcel: bytes) -> None:
+        record.add(parcel)
         if progress is not None:
-            progress.step({**line, "samples": line.get("samples", 0) * plan.replicas / plan.machines.workers})
+            for line in decoded(parcel):
+                progress.step({**line, "samples": line.get("samples", 0) * plan.replicas / plan.machines.workers})
 
     if progress is not None:
         progress.start(plan.samples, plan.task.name)
     try:
-        return _really(plan, named, observe) if plan.machines.cluster is None else _virtually(plan, observe)
+        return _really(plan, named, on_lines) if plan.machines.cluster is None else _virtually(plan, on_lines)
     finally:
         if progress is not None:
             progress.stop()
 
 
-def _really(plan: Plan, named: Named | None, observe: Callable[[Line], None]) -> Ran:
-    launched = run_plan(plan, named, observe)
+def _really(plan: Plan, named: Named | None, on_lines: Callable[[bytes], None]) -> Ran:
+    launched = run_plan(plan, named, on_lines)
     done = [one for one in launched.results if isinstance(one, Done)]
     stopped = [one.stopped_at for one in done if one.stopped_at is not None]
     workers = plan.machines.roles.count("worker")
@@ -139,7 +140,7 @@ def _last_step(plan: Plan, stopped: list[int]) -> int | None:
     return max(stopped) if plan.strategy.lockstep else sum(stopped) // plan.machines.workers
 
 
-def _virtually(plan: Plan, observe: Callable[[Line], None]) -> Ran:
+def _virtually(plan: Plan, on_lines: Callable[[bytes], None]) -> Ran:
     cluster = plan.machines.cluster
     assert cluster is not None
 
@@ -153,7 +154,7 @@ def _virtually(plan: Plan, observe: Callable[[Line], None]) -> Ran:
         plan.strategy,
         segments(plan.start, plan.steps, plan.checkpoint_every, budget, plan.evaluate_every),
         plan.batches,
-        observe,
+        lambda line: on_lines(encoded(line)),
         plan.seed,
         plan.steps,
         plan.batch_size,

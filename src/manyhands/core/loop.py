@@ -155,7 +155,7 @@ def _train(job: Job, w: Worker, strategy: Strategy, segments: Sequence[Segment])
             w.spent.begin()
             loss = strategy.step(w, batch)
             w.step += 1
-            job.observe(_line(w, loss) | w.spent.facts() | dict(notes()))
+            job.observe(_line(w, loss, notes()))
         if came := [rank for rank in segment.budget.arrivals if rank not in w.crew]:
             w.crew = [*w.crew, *came]
         _pause(job, w, strategy, segment)
@@ -173,7 +173,7 @@ def _leave(transport: Transport, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _line(w: Worker, loss: float | None) -> Line:
+def _line(w: Worker, loss: float | None, notes: Mapping[str, Any]) -> Line:
     t = w.transport
     return {
         "step": w.step,
@@ -184,6 +184,8 @@ def _line(w: Worker, loss: float | None) -> Line:
         "bytes": t.bytes_sent,
         "lag": w.lag,
         "waited": t.waited(),
+        **w.spent.facts(),
+        **notes,
     }
 
 

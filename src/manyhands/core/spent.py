@@ -13,9 +13,6 @@ from types import TracebackType
 
 from manyhands.core.protocols import Transport
 
-DIGITS = 9
-"""Of a second, in the record."""
-
 
 class Spent:
     """The seconds of the step under way."""
@@ -49,7 +46,7 @@ class Spent:
     def facts(self) -> dict[str, float]:
         """What the record says about the step that ends now."""
         t = self._transport
-        seconds = {
+        return {
             "began": self.began,
             "compute_began": self.began if self.compute_began is None else self.compute_began,
             "compute": self.compute,
@@ -57,7 +54,6 @@ class Spent:
             "wait": t.waited() - self._waited,
             "send": t.sending() - self._sending,
         }
-        return {name: round(value, DIGITS) for name, value in seconds.items()}
 
 
 class _Timer:

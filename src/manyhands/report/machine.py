@@ -14,7 +14,7 @@ from typing import Any
 
 from manyhands import __version__
 
-PACKAGES = ("torch", "numpy", "greenlet", "msgpack", "safetensors", "rich", "tyro", "plotly")
+PACKAGES = ("torch", "numpy", "greenlet", "msgpack", "orjson", "safetensors", "rich", "tyro", "plotly")
 
 
 @cache

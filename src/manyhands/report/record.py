@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
+
+import orjson
 
 from manyhands.core.errors import Refused
 
@@ -48,25 +50,40 @@ class Record:
 
     def __init__(self, folder: Path | None = None, *, goes_on: bool = False, also: Sequence[Listener] = ()) -> None:
         self._also = also
-        self.lines: list[Line] = []
+        self._lines: list[Line] = []
+        self._unread: list[bytes] = []
         self.path: Path | None = None
         self._flushed = 0.0
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / NAME
-            self._file = self.path.open("a" if goes_on else "w", encoding="utf-8")
+            self._file = self.path.open("ab" if goes_on else "wb")
+
+    @property
+    def lines(self) -> list[Line]:
+        """All lines so far, as a reader of the file has them. They are kept encoded until somebody asks: a run has
+        better things to do. The list is always the same one, and complete when the record is closed."""
+        parcels, self._unread = self._unread, []
+        self._lines += decoded(b"".join(parcels))
+        return self._lines
 
     def write(self, line: Line) -> None:
-        """Add one line; what is not a finite number becomes null."""
-        self.lines.append(plain(line))
+        """Add one line."""
+        self.add(encoded(line))
+
+    def add(self, parcel: bytes) -> None:
+        """Add lines that are `encoded` already."""
+        self._unread.append(parcel)
         if self._file is not None:
-            self._file.write(json.dumps(self.lines[-1]) + "\n")
+            self._file.write(parcel)
             if (now := time.monotonic()) - self._flushed > FLUSH:
                 self._file.flush()
                 self._flushed = now
-        for listener in self._also:
-            listener.write(self.lines[-1])
+        if self._also:
+            for line in decoded(parcel):
+                for listener in self._also:
+                    listener.write(line)
 
     def __enter__(self) -> Record:
         return self
@@ -76,6 +93,24 @@ class Record:
             self._file.close()
         for listener in self._also:
             listener.close()
+        self.lines  # noqa: B018 (whoever has the list has the last line, too)
+
+
+def encoded(line: Line) -> bytes:
+    """One line of the file; a number that is not finite becomes null."""
+    try:
+        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:
+        return (json.dumps(plain(line)) + "\n").encode()
+
+
+def decoded(parcel: bytes) -> Iterator[Line]:
+    """The lines of a parcel."""
+    for row in parcel.splitlines():
+        try:
+            yield orjson.loads(row)
+        except ValueError:  # half a character, such as in the name of a file that is not UTF-8
+            yield json.loads(row)
 
 
 def plain(value: Any) -> Any:

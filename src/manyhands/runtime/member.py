@@ -93,8 +93,8 @@ class Member:
         if self._error is not None:
             raise self._error
 
-    def tell(self, rows: list[Fields]) -> None:
-        """Hand over lines of the record."""
+    def tell(self, rows: list[Any]) -> None:
+        """Hand over lines of the record, in whatever form whoever launched us expects."""
         self._line.send("lines", {"rows": rows})
 
     def left(self) -> None:

@@ -1,0 +1,79 @@
+"""The record itself: what is in memory, in the file and told to listeners is the same."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from manyhands.report.record import NAME, Record, decoded, encoded
+
+ODD = {
+    "infinite": float("inf"),
+    "undefined": float("nan"),
+    "many": 2**80,
+    "numpy": np.float64(0.25),
+    "vector": np.arange(3),
+    "tensor": torch.tensor([1.5, 2.5]),
+    "path": Path("a/b"),
+    "pair": (1, "zwei"),
+    "rows": {3: {"inner": float("-inf")}},
+    "text": "one\r\ntwo\u2028three \ud800",
+}
+PLAIN = {
+    "infinite": None,
+    "undefined": None,
+    "many": 2**80,
+    "numpy": 0.25,
+    "vector": [0, 1, 2],
+    "tensor": [1.5, 2.5],
+    "path": "a/b",
+    "pair": [1, "zwei"],
+    "rows": {"3": {"inner": None}},
+    "text": ODD["text"],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_line_carries_what_json_can_and_texts_of_the_rest(name):
+    line = encoded({name: ODD[name], "step": 1})
+    assert line.count(b"\n") == 1 and line.endswith(b"\n")
+    assert json.loads(line) == {name: PLAIN[name], "step": 1}
+    assert list(decoded(line)) == [{name: PLAIN[name], "step": 1}]
+
+
+@pytest.mark.parametrize("name", ODD.keys() - {"text"})
+def test_what_is_not_finite_is_null_whatever_stands_beside_it(name):
+    assert json.loads(encoded({"loss": float("nan"), name: ODD[name]}))["loss"] is None
+
+
+def test_floats_come_back_to_the_last_bit():
+    values = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0, 1e22]
+    (line,) = decoded(encoded({"values": values}))
+    assert [one.hex() for one in line["values"]] == [one.hex() for one in values]
+
+
+def test_memory_the_file_and_listeners_have_the_same_lines(tmp_path):
+    class Heard(list):
+        write, close = list.append, list.clear
+
+    heard, before = Heard(), []
+    with Record(tmp_path, also=[heard]) as record:
+        record.write({"participants": [], "lr": float("inf")})
+        early = record.lines
+        record.add(encoded({"step": 1}) + encoded({"step": 2}))
+        record.write({"end": True})
+        before = list(heard)
+    found = [json.loads(row) for row in (tmp_path / NAME).read_text().splitlines()]
+    assert found == record.lines == before
+    assert found == [{"participants": [], "lr": None}, {"step": 1}, {"step": 2}, {"end": True}]
+    assert early is record.lines and heard == []
+
+
+def test_a_run_that_goes_on_adds_to_its_file(tmp_path):
+    for number in range(2):
+        with Record(tmp_path, goes_on=number > 0) as record:
+            record.write({"part": number})
+    assert record.lines == [{"part": 1}]
+    assert list(decoded((tmp_path / NAME).read_bytes())) == [{"part": 0}, {"part": 1}]
