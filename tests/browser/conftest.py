@@ -43,21 +43,49 @@ def report(runs, tmp_path_factory):
     return write_report(runs, tmp_path_factory.mktemp("report"), target=Target("accuracy", 0.9))
 
 
-@pytest.fixture
-def visit(browser, report):
-    """Open the page; whatever goes wrong there is a failure."""
-    contexts, troubles = [], []
+class Visits:
+    """Opens the page of a report, and hears whatever goes wrong there."""
 
-    def open_page(path=report, width=1280, height=900, scheme="light"):
-        contexts.append(browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme))
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: troubles.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: troubles.append(f"error: {error}"))
-        page.on("request", lambda request: troubles.append(request.url) if request.url != path.as_uri() else None)
-        page.goto(path.as_uri())
+    def __init__(self, browser, path):
+        self._browser, self._path = browser, path
+        self._contexts, self._troubles = [], []
+
+    def __call__(self, width=1280, height=900):
+        self._contexts.append(self._browser.new_context(viewport={"width": width, "height": height}))
+        page, hear = self._contexts[-1].new_page(), self._troubles.append
+        page.on("console", lambda message: hear(f"console: {message.text}"))
+        page.on("pageerror", lambda error: hear(f"error: {error}"))
+        page.on("request", lambda request: hear(request.url) if request.url != self._path.as_uri() else None)
+        page.goto(self._path.as_uri())
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert troubles == []
+    def check(self):
+        assert self._troubles == []
+
+    def close(self):
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture
+def visit(browser, report):
+    """Open a page of one's own, to change it."""
+    visits = Visits(browser, report)
+    yield visits
+    visits.close()
+    visits.check()
+
+
+@pytest.fixture(scope="module")
+def looking(browser, report):
+    visits = Visits(browser, report)
+    yield visits, visits()
+    visits.close()
+
+
+@pytest.fixture
+def page(looking):
+    """The page that all who only look share: loading it takes seconds."""
+    visits, page = looking
+    yield page
+    visits.check()

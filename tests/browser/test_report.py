@@ -44,14 +44,13 @@ def section(runs):
     return found
 
 
-def test_nothing_is_asked_for_and_nothing_complains(visit):
-    page = visit()
+def test_nothing_is_asked_for_and_nothing_complains(page):
     assert page.title() == page.locator("h1").inner_text()
     assert page.locator(".plot .main-svg").count() >= len(CHARTS)
 
 
-def test_curves_are_those_of_the_records(visit, section):
-    traces = drawn(visit(), "curves")
+def test_curves_are_those_of_the_records(page, section):
+    traces = drawn(page, "curves")
     expected = [(m, curve) for m in section.members for curve in (m.measures.loss, m.measures.accuracy)]
     assert len(traces) == len(expected)
     for trace, (_, curve) in zip(traces, expected, strict=True):
@@ -82,8 +81,8 @@ def test_the_axis_is_switched_by_keyboard(visit, section):
     assert page.evaluate(f"getComputedStyle({outline}).outlineStyle") == "solid"
 
 
-def test_points_are_what_the_target_took(visit, section):
-    names = {trace["name"]: trace for trace in drawn(visit(), "pareto")}
+def test_points_are_what_the_target_took(page, section):
+    names = {trace["name"]: trace for trace in drawn(page, "pareto")}
     (group,) = [group for group in section.groups if group.name == "bsp"]
     reached = sorted(m.measures.to_target(section.target)["seconds"] for m in group.members)
     assert names["bsp"]["x"] == pytest.approx([reached[1]], rel=1e-5)
@@ -91,8 +90,8 @@ def test_points_are_what_the_target_took(visit, section):
     assert "gossip" not in names
 
 
-def test_staleness_is_that_of_the_records(visit, section):
-    traces = drawn(visit(), "staleness")
+def test_staleness_is_that_of_the_records(page, section):
+    traces = drawn(page, "staleness")
     for trace, group in zip(traces, section.groups, strict=True):
         lags = [lag for member in group.members for lag in member.measures.lags]
         assert trace["y"] == pytest.approx([lags.count(int(lag)) / len(lags) for lag in trace["x"]], rel=1e-4)
@@ -117,8 +116,8 @@ def test_the_timeline_tells_steps_and_losses(visit, section):
     assert "Rank 2 is lost: it died, at 0.4 s." in part(page, "timeline").locator(".note").inner_text()
 
 
-def test_stragglers_are_those_of_the_records(visit, section):
-    traces = {trace["name"]: trace for trace in drawn(visit(), "stragglers")}
+def test_stragglers_are_those_of_the_records(page, section):
+    traces = {trace["name"]: trace for trace in drawn(page, "stragglers")}
     run = next(member.run for member in section.members if member.name == "gossip")
     assert traces["gossip"]["y"] == pytest.approx(list(Measures(run).stragglers().values()), rel=1e-4)
 
@@ -155,8 +154,7 @@ def test_a_phone_need_not_scroll_sideways(visit):
 
 
 @pytest.mark.parametrize("chart", CHARTS)
-def test_every_chart_has_a_name_and_a_table(visit, chart):
-    page = visit()
+def test_every_chart_has_a_name_and_a_table(page, chart):
     name = part(page, chart).locator(".plot[role=img]").get_attribute("aria-label")
     assert name.endswith(".") and len(name) > 20
     assert part(page, chart).get_by_role("figure").count() == 1
@@ -171,8 +169,7 @@ def test_every_chart_has_a_name_and_a_table(visit, chart):
             assert {float(x) for x in trace["x"] if not isinstance(x, str)} <= numbers
 
 
-def test_the_page_is_in_order(visit):
-    page = visit()
+def test_the_page_is_in_order(page):
     doubled = (
         "(all => all.filter((id, n) => all.indexOf(id) !== n))([...document.querySelectorAll('[id]')].map(e => e.id))"
     )
@@ -185,8 +182,7 @@ def test_the_page_is_in_order(visit):
     assert page.evaluate("[...document.querySelectorAll('nav a')].every(a => document.querySelector(a.hash))")
 
 
-def test_names_are_text(visit):
-    page = visit()
+def test_names_are_text(page):
     assert page.locator("img").count() == 0
     assert page.get_by_role("rowheader", name='<img src=x onerror="boom()">&amp;').count() >= 1
     assert '<img src=x onerror="boom()">&amp;' in part(page, "curves").locator(".legend").inner_text()
