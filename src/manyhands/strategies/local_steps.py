@@ -186,7 +186,7 @@ class LocalSteps:
         workers = len(w.workers)
         return [
             one.rule.outcome(At(one.weights, one.states[0], workers=workers))
-            if isinstance(one.rule, LooksAhead)
+            if isinstance(one.rule, LooksAhead) and not one.weights.is_meta
             else one.weights
             for one in self.starts
         ]
