@@ -1,6 +1,7 @@
 """Benchmarks are found by their files and held against their goals."""
 
 import json
+import signal
 import sys
 
 import pytest
@@ -58,6 +59,27 @@ def test_a_benchmark_finds_what_it_shares_with_others(tmp_path, monkeypatch):
         (tmp_path / name).write_text(sharing)
         assert bench.measure(tmp_path / name, Lines()) == [{"name": "n", "value": 7, "met": None}]
     assert sys.path.count(str(tmp_path)) == 1 and sys.path[-1] == str(tmp_path)
+
+
+STOPPED = """import os, pathlib, signal
+def run(progress):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [{"name": "n", "value": 7}]
+    finally:
+        pathlib.Path(__file__).with_suffix(".tidy").touch()
+"""
+
+
+def test_one_that_is_asked_to_stop_tidies_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "stopped.py").write_text(STOPPED)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        bench.measure(tmp_path / "stopped.py", Lines())
+    assert ended.value.code == 143
+    assert (tmp_path / "stopped.tidy").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_as_json(package, capsys):

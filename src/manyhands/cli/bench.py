@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import operator
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,10 +85,17 @@ def measure(path: Path, progress: Progress) -> list[dict[str, Any]]:
         sys.path.append(str(path.parent))  # for what benchmarks share; last, so that it hides nothing
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         return [{**result, "met": met(result)} for result in module.run(progress)]
     finally:
+        signal.signal(signal.SIGTERM, before)
         progress.stop()
+
+
+def _leave(*_: Any) -> None:
+    """Stop as after Ctrl-C: what a benchmark has made, such as network namespaces, it takes away."""
+    sys.exit(128 + signal.SIGTERM)
 
 
 def met(result: dict[str, Any]) -> bool | None:
