@@ -2,14 +2,14 @@
 
 P = 3, each line a memory, each column a rank's span:
 
-    copy in    rank 0   a a a      reduce    span 0  span 1  span 2      copy out
-               rank 1   b b b                a+b+c                       everyone reads
-               rank 2   c c c                        a+b+c               all of the sum
+    copy in    rank 0   . a a      reduce    span 0  span 1  span 2      copy out
+               rank 1   b . b                a+b+c                       everyone reads
+               rank 2   c c .                        a+b+c               all of the sum
                                                              a+b+c
 
-    each rank:  memory[r] <- x · meet · sum[span r] <- memory[0] + memory[1] + ... on span r · meet · x <- sum
+    each rank:  memory[r] <- x but for span r · meet · sum <- memory[0] + .. + x + .. on span r · meet · x <- sum
 
-    T = 2 L + 3 γ m / B      B the rate at which one core moves bytes; 2 rounds, no tensor is sent
+    T = 2 L + (3 - 1/P) γ m / B      B the rate at which one core moves bytes; 2 rounds, no tensor is sent
 
 The sum is made in the order of ranks, by one rank each, so it is the same for every number of calls and all ranks end
 with the same bits.
@@ -54,17 +54,18 @@ class Shared:
         if self._group.size == 1:
             return
         *memory, total = [x] * (self._group.size + 1) if x.is_meta else self._memory_for(x)
-        self._move(x, memory[self._group.place])
+        r = self._group.place
+        start, stop = (len(x) * place // self._group.size for place in (r, r + 1))
+        self._move(x[:start], memory[r][:start])
+        self._move(x[stop:], memory[r][stop:])
         self._meet()
-        self._reduce(memory, total)
+        memory[r] = x  # the span that is left is ours to add up, so nobody else needs it
+        self._reduce(*(one[start:stop] for one in (total, *memory)))
         self._meet()
         self._move(total, x)
 
-    def _reduce(self, memory: Sequence[Tensor], total: Tensor) -> None:
-        P, r = self._group.size, self._group.place
-        first, *others = (one.tensor_split(P)[r] for one in memory)
-        into = total.tensor_split(P)[r]
-        self._spend(P * into.nbytes)
+    def _reduce(self, into: Tensor, first: Tensor, *others: Tensor) -> None:
+        self._spend((1 + len(others)) * into.nbytes)
         if not into.is_meta:
             torch.add(first, others[0], out=into)
             for other in others[1:]:
@@ -72,7 +73,7 @@ class Shared:
 
     def _move(self, x: Tensor, into: Tensor) -> None:
         self._spend(x.nbytes)
-        if not into.is_meta:
+        if len(x) and not into.is_meta:
             into.copy_(x)
 
     def _spend(self, nbytes: int) -> None:
