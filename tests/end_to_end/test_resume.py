@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import manyhands as mh
+from manyhands.catalog import compressed
 from manyhands.codecs import Feedback, TopK
 from manyhands.core.saving import named
 from manyhands.rules import Adam, Momentum, Sgd, Torch, by_name
@@ -186,6 +187,17 @@ def test_what_a_codec_has_not_sent_yet_is_not_forgotten(tmp_path):
     memory = {name for name in load_checkpoint(tmp_path / "checkpoints").state if "/memory/" in name}
     assert len(memory) == 4 * 10, "of every worker, for every parameter"
     assert_same(never, run("bsp_server", rule="sgd", codec=codec, train=going_on(tmp_path)))
+
+
+@pytest.mark.parametrize("method", compressed.__all__)
+def test_nor_is_anything_else_that_what_is_sent_depends_on(method, tmp_path):
+    """On a model whose matrices are large enough to be sent as something smaller."""
+
+    def digits(**more):
+        return mh.train("digits", getattr(mh, method)(), cluster=mh.Cluster(workers=2), checkpoint_every=20, **more)
+
+    digits(steps=20, out=tmp_path)
+    assert_same(digits(steps=40, out=tmp_path / "whole"), digits(steps=40, out=tmp_path, resume=tmp_path))
 
 
 # -- methods whose result depends on timing -------------------------------------------------------------

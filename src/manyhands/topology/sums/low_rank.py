@@ -170,9 +170,12 @@ class LowRankSum:
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """Columns of length 1 that stand on each other and span what those of x do; also if some of these are 0."""
+    """Columns of length 1 that stand on each other and span what those of x do; also if some of these are 0.
+
+    They lie in memory row by row, as after a checkpoint: products with others round in another order.
+    """
     Q: Tensor = torch.linalg.qr(x.to(torch.promote_types(x.dtype, torch.float32))).Q
-    return Q.to(x.dtype)
+    return Q.to(x.dtype).contiguous()
 
 
 def _inside(inner: Span, outer: Span) -> bool:
