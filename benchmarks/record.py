@@ -19,10 +19,11 @@ from typing import Any
 from _metered import Meter, Metered
 
 from manyhands import bsp, processes
+from manyhands.core.lines import decoded
 from manyhands.plan import Plan, machines, make_plan
 from manyhands.processes import Named
 from manyhands.report.progress import Progress
-from manyhands.report.record import Record, decoded
+from manyhands.report.record import Record
 from manyhands.runtime.launch import launch
 
 RUNS = 5

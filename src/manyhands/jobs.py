@@ -11,6 +11,7 @@ from typing import Any
 
 from manyhands.core.budget import Budget, Each, segments
 from manyhands.core.errors import PeerLost
+from manyhands.core.lines import decoded, encoded
 from manyhands.core.loop import Job, Outcome, run_rank
 from manyhands.core.protocols import Strategy
 from manyhands.core.recipe import recipe_of
@@ -20,7 +21,7 @@ from manyhands.processes import Done, Named, run_plan
 from manyhands.report.adapters import adapters as listeners
 from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress
-from manyhands.report.record import FORMAT, Record, decoded, encoded
+from manyhands.report.record import FORMAT, Record
 from manyhands.result import Result, evaluate, final_loss, lag_of, sha256
 from manyhands.runtime.resuming import saver
 from manyhands.virtual.budget import Common, Prescribed

@@ -11,11 +11,11 @@ from typing import Any
 from manyhands import tasks
 from manyhands.core.agreement import refuse_unlike
 from manyhands.core.budget import Budget, Segment, segments
-from manyhands.core.loop import Job, Line, Outcome, run_rank
+from manyhands.core.lines import Line, encoded
+from manyhands.core.loop import Job, Outcome, run_rank
 from manyhands.core.protocols import Transport
 from manyhands.core.task import Task
 from manyhands.plan import Plan
-from manyhands.report.record import encoded
 from manyhands.runtime.budget import Common, Pace
 from manyhands.runtime.launch import Launched, launch
 from manyhands.runtime.resuming import saver

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.report.record import NAME, Record, decoded, encoded
+from manyhands.core.lines import decoded, encoded
+from manyhands.report.record import NAME, Record
 
 ODD = {
     "infinite": float("inf"),

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.report.record import plain
+from manyhands.core.lines import plain
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -26,6 +26,7 @@ from manyhands.core.choosing import rule_of
 from manyhands.core.errors import Refused
 from manyhands.core.footprint import footprint
 from manyhands.core.gather import Gathered, gather, need_all
+from manyhands.core.lines import Line
 from manyhands.core.meeting import meet
 from manyhands.core.protocols import (
     Batch,
@@ -44,9 +45,6 @@ from manyhands.core.protocols import (
 from manyhands.core.saving import Snapshot, own, section, under
 from manyhands.core.task import Task
 from manyhands.core.worker import Layouts, Worker
-
-Line = dict[str, Any]
-"""One line of the record."""
 
 GATHERINGS = 16
 """More than there are between two segments."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import unknown
-from manyhands.report.record import Line, Listener
+from manyhands.core.lines import Line
+from manyhands.report.record import Listener
 
 log = logging.getLogger("manyhands")
 

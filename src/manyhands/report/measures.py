@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.core.errors import Refused, refuse_unless, unknown
+from manyhands.core.lines import Line
 from manyhands.report.reading import Run
-from manyhands.report.record import Line
 
 WINDOW = 0.05
 """Of the losses of a run: what a loss is averaged over, for one mini-batch says little."""

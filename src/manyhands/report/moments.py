@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from manyhands.core.lines import Line
 from manyhands.report.reading import Run
-from manyhands.report.record import Line
 
 UNITS = {"min": 60.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "s": 1.0, "": 1.0}
 

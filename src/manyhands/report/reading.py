@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import Refused
-from manyhands.report.record import FORMAT, NAME, Line
+from manyhands.core.lines import Line
+from manyhands.report.record import FORMAT, NAME
 
 CLOCKS = ("time", "began", "compute_began", "from", "to")
 """Fields that are moments, not durations."""

@@ -10,26 +10,19 @@ Every field is described in docs/records.md. Lines are complete or, after a cras
 
 from __future__ import annotations
 
-import json
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
-
-import orjson
+from typing import IO, Protocol
 
 from manyhands.core.errors import Refused
-
-Line = dict[str, Any]
+from manyhands.core.lines import Line, decoded, encoded
 
 NAME = "record.jsonl"
 """Of a record, in the folder of its run."""
 FORMAT = 1
 """Grows when a field changes its meaning."""
-SIMPLE = frozenset([int, str, bool, type(None)])
-"""What JSON carries as it is."""
 FLUSH = 1.0
 """Seconds until a line is certainly on disk."""
 
@@ -94,36 +87,6 @@ class Record:
         for listener in self._also:
             listener.close()
         self.lines  # noqa: B018 (whoever has the list has the last line, too)
-
-
-def encoded(line: Line) -> bytes:
-    """One line of the file; a number that is not finite becomes null."""
-    try:
-        return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:
-        return (json.dumps(plain(line)) + "\n").encode()
-
-
-def decoded(parcel: bytes) -> Iterator[Line]:
-    """The lines of a parcel."""
-    for row in parcel.splitlines():
-        try:
-            yield orjson.loads(row)
-        except ValueError:  # half a character, such as in the name of a file that is not UTF-8
-            yield json.loads(row)
-
-
-def plain(value: Any) -> Any:
-    """A value that JSON can carry; a number that is not finite becomes null, and what nobody foresaw a text."""
-    if type(value) in SIMPLE:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [plain(one) for one in value]
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def claim(out: Path, force: bool) -> Path:
