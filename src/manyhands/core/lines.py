@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
 from typing import Any
 
 import orjson
@@ -29,7 +30,7 @@ def encoded(line: Line) -> bytes:
 
 def decoded(parcel: bytes) -> Iterator[Line]:
     """The lines of a parcel."""
-    for row in parcel.splitlines():
+    for row in BytesIO(parcel):
         try:
             yield orjson.loads(row)
         except ValueError:  # half a character, such as in the name of a file that is not UTF-8

@@ -44,7 +44,7 @@ class Record:
     def __init__(self, folder: Path | None = None, *, goes_on: bool = False, also: Sequence[Listener] = ()) -> None:
         self._also = also
         self._lines: list[Line] = []
-        self._unread: list[bytes] = []
+        self._unread = bytearray()  # one piece: an encoded line by itself may keep kilobytes from being used again
         self.path: Path | None = None
         self._flushed = 0.0
         self._file: IO[bytes] | None = None
@@ -57,8 +57,8 @@ class Record:
     def lines(self) -> list[Line]:
         """All lines so far, as a reader of the file has them. They are kept encoded until somebody asks: a run has
         better things to do. The list is always the same one, and complete when the record is closed."""
-        parcels, self._unread = self._unread, []
-        self._lines += decoded(b"".join(parcels))
+        unread, self._unread = bytes(self._unread), bytearray()
+        self._lines += decoded(unread)
         return self._lines
 
     def write(self, line: Line) -> None:
@@ -67,7 +67,7 @@ class Record:
 
     def add(self, parcel: bytes) -> None:
         """Add lines that are `encoded` already."""
-        self._unread.append(parcel)
+        self._unread += parcel
         if self._file is not None:
             self._file.write(parcel)
             if (now := time.monotonic()) - self._flushed > FLUSH:
