@@ -78,3 +78,12 @@ def test_a_run_that_goes_on_adds_to_its_file(tmp_path):
             record.write({"part": number})
     assert record.lines == [{"part": 1}]
     assert list(decoded((tmp_path / NAME).read_bytes())) == [{"part": 0}, {"part": 1}]
+
+
+@pytest.mark.parametrize("before", [b"", b'{"part": 0}\n', b'{"part": 0}\n{"ste'])
+def test_a_line_that_was_cut_short_does_not_swallow_the_next(before, tmp_path):
+    (tmp_path / NAME).write_bytes(before)
+    with Record(tmp_path, goes_on=True) as record:
+        record.write({"part": 1})
+    kept = before if before.endswith(b"\n") or not before else before + b"\n"
+    assert (tmp_path / NAME).read_bytes() == kept + encoded({"part": 1})

@@ -10,6 +10,7 @@ Every field is described in docs/records.md. Lines are complete or, after a cras
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,14 +52,15 @@ class Record:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / NAME
-            self._file = self.path.open("ab" if goes_on else "wb")
+            self._file = self.path.open("a+b" if goes_on else "wb")
+            if goes_on:
+                _end_line(self._file)
 
     @property
     def lines(self) -> list[Line]:
         """All lines so far, as a reader of the file has them. They are kept encoded until somebody asks: a run has
         better things to do. The list is always the same one, and complete when the record is closed."""
-        unread, self._unread = bytes(self._unread), bytearray()
-        self._lines += decoded(unread)
+        self._read()
         return self._lines
 
     def write(self, line: Line) -> None:
@@ -86,7 +88,19 @@ class Record:
             self._file.close()
         for listener in self._also:
             listener.close()
-        self.lines  # noqa: B018 (whoever has the list has the last line, too)
+        self._read()  # whoever has the list has the last line, too
+
+    def _read(self) -> None:
+        unread, self._unread = bytes(self._unread), bytearray()
+        self._lines += decoded(unread)
+
+
+def _end_line(file: IO[bytes]) -> None:
+    """A line that a crash has cut short shall not swallow the next one."""
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
 
 
 def claim(out: Path, force: bool) -> Path:
