@@ -4,13 +4,23 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test soak lint types docs bench browser clean
+.PHONY: demo test quick walk soak lint types docs bench browser clean
 
 demo: $(READY)
 	$(BIN)/manyhands compare diloco ssp easgd bsp --task digits --workers 2 --target accuracy=0.95
 
 test: lint types
 	$(BIN)/pytest -n 2
+
+# The tests of one part in about 30 seconds: make quick PART=codecs; without PART it lists the parts.
+quick: $(READY)
+	@$(BIN)/python tests/quick.py $(PART)
+
+# The files and functions that run in one step of a method: make walk METHOD='bsp:codec=half()' LINK=tcp
+METHOD ?= ssp
+LINK ?= shm
+walk: $(READY)
+	$(BIN)/python tests/walk.py '$(METHOD)' --link $(LINK)
 
 # Whole runs of every method with every fault, then the fault tests 20 times in a row: about an hour.
 soak: $(READY)
@@ -29,14 +39,14 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/manyhands bench virtual
 
-# Chromium, which tests of reports look through and --png draws with; where it cannot be installed, tests skip and say so.
+# Chromium, for the tests of reports and for --png; where it cannot be installed, these tests are skipped with the reason.
 browser:
 	@for name in chromium chromium-browser google-chrome; do command -v $$name && exit 0; done; \
 	echo "no Chromium: installing it from Debian's packages"; \
 	{ apt-get update && apt-get install -y --no-install-recommends chromium; } || \
 	{ echo "Chromium could not be installed: do it by hand, for example with apt-get install chromium" >&2; exit 1; }
 
-# What can be made again. Records in runs/ stay, and so does .venv.
+# Removes what can be made again, but neither the records in runs/ nor .venv.
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

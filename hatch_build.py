@@ -1,6 +1,6 @@
-"""Compile every kernels.c of the package into one shared library while it is installed; go on without if that fails.
+"""Compile every kernels.c of the package into one shared library during installation; a failure is only a warning.
 
-The library is loaded with ctypes and knows nothing of Python; each kernel has a twin in torch that is used without it.
+The library is loaded with ctypes and does not use Python's C API; each kernel has an equivalent in torch.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIBRARY = "src/manyhands/_native/kernels.so"
 FLAGS = ["-O3", "-fPIC", "-shared", "-ffp-contract=off"]
-"""No multiplication melts into an addition: the twins in torch round both."""
+"""No fused multiply-add: the equivalents in torch round twice."""
 
 
 class KernelHook(BuildHookInterface):
-    """Runs before a wheel, also an editable one, is put together."""
+    """Runs before a wheel, also an editable one, is built."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile into the source tree; a standard wheel takes in the library and the benchmarks."""
+        """Compile into the source tree; a standard wheel includes the library and the benchmarks."""
         if self.target_name != "wheel":
             return
         root = Path(self.root)
         problem = compile_kernels(sorted(root.glob("src/manyhands/**/kernels.c")), root / LIBRARY)
         if problem:
-            self.app.display_warning(f"no compiled kernels, torch does their work: {problem}")
+            self.app.display_warning(f"no compiled kernels, torch is used instead: {problem}")
         elif version == "standard":
             build_data["artifacts"].append(f"/{LIBRARY}")
             build_data["pure_python"] = False
@@ -37,7 +37,7 @@ class KernelHook(BuildHookInterface):
 
 
 def compile_kernels(sources: list[Path], library: Path) -> str:
-    """Make the library anew; returns what went wrong, or nothing. Running processes keep the old one."""
+    """Compile the library; returns the error, or an empty text. Running processes keep the old one."""
     compiler = next(filter(None, map(shutil.which, ["cc", "gcc", "clang"])), None)
     fresh = library.with_suffix(".tmp")
     try:

@@ -1,7 +1,7 @@
-"""10,000 workers in one process: 10 steps of three methods on the sizes of VGG-16, as a program of its own.
+"""10,000 workers in one process: 10 steps of three methods on the sizes of VGG-16, in a process of its own.
 
-It prints one JSON object: the wall seconds of each, and the most memory that the process has had. A program of its own,
-since a process does not forget what it needed before.
+It prints one JSON object: the wall seconds of each, and the peak memory of the process. It is a process of its own,
+because the peak memory of a process includes everything it did before.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ RUNS = {
     "ssp": (ssp(staleness=3), 2),
     "gossip": (gossip(), 0),
 }
-"""Methods, and how many servers each has."""
+"""Methods, each with its number of servers."""
 
 
 def peak_gib() -> float:
-    """The most memory that this process has had at once."""
+    """The peak memory of this process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     assert found is not None
     return int(found[1]) / 2**20
 
 
 def main() -> None:
-    """One after the other."""
+    """Run the three methods in turn."""
     task, seconds = load("vgg16"), {}
     for name, (method, servers) in RUNS.items():
         cluster = Cluster(workers=WORKERS, servers=servers)

@@ -1,10 +1,10 @@
-"""Hosts that exist on this machine only: network namespaces around a switch, each behind a cable of limited speed.
+"""Virtual hosts on this machine: network namespaces around a switch, each behind a link of limited speed.
 
     host 0 ---- 1 Gbit/s ----+
-    host 1 ---- 1 Gbit/s ----+ switch          both ways of a cable are limited, by a token bucket at either end
+    host 1 ---- 1 Gbit/s ----+ switch          both directions of a link are limited, by a token bucket at either end
     host 2 ---- unlimited ---+
 
-They reach each other and nobody else. It takes root and the `ip` and `tc` commands.
+They can connect only to each other. Root and the commands `ip` and `tc` are needed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from types import TracebackType
 from manyhands.core.errors import ManyhandsError, Refused
 
 CABLE = "cable"
-"""The name of every host's own end of its cable."""
+"""The name of the network interface in every host."""
 BURST = 128 * 1024
-"""Bytes that may pass at once: little beside a message, much beside what passes between two ticks of the kernel."""
+"""Bytes that may pass at once: few compared with a message, many compared with what passes between two kernel ticks."""
 QUEUE = "50ms"
 
 
 @dataclass
 class Hosts:
-    """Some hosts, by the speeds of their cables in Mbit/s; None: unlimited.
+    """Hosts with these link speeds in Mbit/s; None: unlimited.
 
-    Leaving the `with` block takes them away.
+    Leaving the `with` block removes them.
     """
 
     speeds: Sequence[int | None]
@@ -41,7 +41,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc"):
-            raise Refused("this benchmark makes hosts of its own, which needs root and the commands ip and tc")
+            raise Refused("this benchmark creates network namespaces, which needs root and the commands ip and tc")
         with ExitStack() as made:
             switch = self._namespace(made, "switch")
             _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
@@ -57,11 +57,11 @@ class Hosts:
         self._made.close()
 
     def inside(self, number: int) -> list[str]:
-        """What to put before a command that shall run on a host."""
+        """The prefix of a command that runs on a host."""
         return ["ip", "netns", "exec", f"{self._job}-{number}"]
 
     def address(self, number: int) -> str:
-        """Where a host is."""
+        """The address of a host."""
         return f"10.213.78.{number + 1}"
 
     def _namespace(self, made: ExitStack, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Meters of CPU time, and a rank that measures what its record costs it."""
+"""Meters of CPU time, and a rank program that measures what recording costs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from _models import CASES
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from manyhands import Task, processes
-from manyhands.core import loop
-from manyhands.core.protocols import Transport
-from manyhands.core.spent import Spent
-from manyhands.processes import Part
+from manyhands import Task
+from manyhands.core import rank
+from manyhands.core.port import Transport
+from manyhands.core.step_timer import StepTimer
+from manyhands.engines import local
+from manyhands.engines.local import RankProgram
 
 
 class Meter:
@@ -38,7 +39,7 @@ class Meter:
         return measured
 
     def around_ends(self, makes: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
-        """What makes a context, of which only entering and leaving are measured."""
+        """The same function that makes a context, with entering and leaving the context measured, not its body."""
         return lambda *given: _Ends(self, self.around(makes)(*given))
 
 
@@ -53,16 +54,16 @@ class _Ends:
         self._meter.around(self._inner.__exit__)(*error)
 
 
-class Metered(Part):
-    """A rank's part of a plan that hands back what recording has cost it."""
+class Metered(RankProgram):
+    """A rank's part of a run; it returns the CPU seconds that recording cost, and the seconds of the run."""
 
     def __call__(self, transport: Transport) -> Any:
-        """Measure whatever keeps or sends a step's facts, in this process alone."""
+        """Measure the functions that make, keep and send the lines of steps, in this process only."""
         meter = Meter()
-        for home, name in ((Spent, "begin"), (loop, "_line"), (processes.Lines, "add")):
+        for home, name in ((StepTimer, "begin"), (rank, "_line"), (local.LineBuffer, "add")):
             setattr(home, name, meter.around(getattr(home, name)))
         for name in ("computing", "encoding"):
-            setattr(Spent, name, meter.around_ends(getattr(Spent, name)))
+            setattr(StepTimer, name, meter.around_ends(getattr(StepTimer, name)))
         began = time.perf_counter()
         super().__call__(transport)
         return meter.seconds, time.perf_counter() - began

@@ -2,7 +2,7 @@
 
 mlp    784-2048-2048-2048-10, 10 M parameters, 64 samples per worker
 cnn    three convolutions and two layers on 28 x 28 pixels, 0.4 M parameters, 32 samples per worker
-small  64-128-10, 9,600 parameters, so little work that every microsecond of overhead shows
+small  64-128-10, 9,600 parameters, so little work that every microsecond of overhead is measurable
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import manyhands as mh
-from manyhands.core.protocols import Strategy
+from manyhands.core.strategy import Strategy
 
 LEARNING_RATE = 0.01
 SEED = 0
 BATCHES = 32
-"""Mini-batches that every worker has; it walks them again and again."""
+"""Mini-batches of every worker; it uses them repeatedly."""
 
 Batch = tuple[Tensor, Tensor]
 
@@ -75,7 +75,7 @@ def batches(name: str, rank: int | None = None) -> Iterator[Batch]:
 
 
 def plain_step(net: nn.Module, data: Iterator[Batch]) -> Callable[[], None]:
-    """What everybody writes: forward, backward, SGD. Wrapped in DDP, `net` averages its gradients by itself."""
+    """A plain step: forward, backward, SGD. Wrapped in DDP, `net` averages its gradients itself."""
     optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
 
     def step() -> None:
@@ -88,12 +88,12 @@ def plain_step(net: nn.Module, data: Iterator[Batch]) -> Callable[[], None]:
 
 
 def alone(name: str, commands: Commands) -> None:
-    """A side without communication: the floor."""
+    """A side without communication: the lower bound."""
     commands.repeat(plain_step(model(name), batches(name)))
 
 
 def together(link: str, strategy: Strategy, name: str, commands: Commands) -> None:
-    """Our side: the same model and data in an own loop."""
+    """Our side: the same model and data with `mh.join`."""
     own_loop(link, strategy, model(name), functional.cross_entropy, batches(name), commands)
 
 
@@ -105,7 +105,7 @@ def own_loop(
     data: Iterator[tuple[Tensor, ...]],
     commands: Commands,
 ) -> None:
-    """Any model and data."""
+    """Train any model and data with `mh.join`."""
     os.environ["MANYHANDS_LINK"] = link
     with mh.join(net, loss=loss, strategy=strategy) as hands:
         commands.repeat(lambda: hands.step(*next(data)))

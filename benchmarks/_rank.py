@@ -1,4 +1,4 @@
-"""The program of one rank: `_rank.py SOCKET FILE FUNCTION WORDS...` runs that function until it is told to stop."""
+"""The program of one rank: `_rank.py SOCKET FILE FUNCTION WORDS...` runs that function until its socket is closed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The processes of one side of a benchmark, and how they are told what to do.
+"""The processes of one side of a benchmark, and how the coordinator controls them.
 
-Each rank is a fresh process with one thread for torch and the variables that torchrun would set. A socket leads from it
+Each rank is a fresh process with one thread for torch and the variables that torchrun would set. A socket connects it
 to the coordinator: a number means "do this many steps", the answer is the seconds they took, and the end of the stream
-means stop. So ranks end by themselves when the coordinator dies.
+means stop. So ranks exit when the coordinator dies.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ REPORT_DEADLINE = 180.0
 """Seconds after which a side without a report counts as hung; the first block includes its start."""
 END_DEADLINE = 20.0
 SHOWN_LINES = 30
-"""Of the output of a rank that failed."""
+"""The lines that are shown of the output of a rank that failed."""
 
 
 class Commands:
-    """What a rank is told by the coordinator, and what it answers."""
+    """The commands of the coordinator to a rank, and its reports."""
 
     def __init__(self, end: socket.socket) -> None:
         self._stream = end.makefile("rw", encoding="ascii")
 
     def wait(self) -> int | None:
-        """How many steps to run now; None: stop."""
+        """The number of steps to run now; None: stop."""
         line = self._stream.readline()
         return int(line) if line else None
 
     def report(self, seconds: float) -> None:
-        """Tell how long they took."""
+        """Report the seconds of the last steps."""
         self._stream.write(f"{seconds!r}\n")
         self._stream.flush()
 
     def repeat(self, step: Callable[[], object]) -> None:
-        """Run, time and report `step` as often as told, until told to stop."""
+        """Run, time and report `step` as often as the coordinator asks, until it closes the socket."""
         while (steps := self.wait()) is not None:
             began = time.perf_counter()
             for _ in range(steps):
@@ -61,7 +61,7 @@ class Commands:
 
 @dataclass(frozen=True)
 class Side:
-    """One way of doing it: every rank runs `function(*words, commands)`, found again by its file and name.
+    """One of the compared implementations: every rank runs `function(*words, commands)`, loaded by file and name.
 
     All ranks are on this host, or rank r on host r of `hosts`.
     """
@@ -96,30 +96,30 @@ class Rank:
         self._reports = self.socket.makefile("r", encoding="ascii")
 
     def fileno(self) -> int:
-        """What `select` looks at."""
+        """The descriptor that `select` waits for."""
         return self.socket.fileno()
 
-    def tell(self, steps: int) -> None:
-        """Send it to work; if it is dead, its missing report will say so."""
+    def start(self, steps: int) -> None:
+        """Start so many steps; if the rank is dead, its report will be missing."""
         with suppress(OSError):
             self.socket.sendall(f"{steps}\n".encode())
 
     def seconds(self) -> float | None:
-        """What it reports; None if it has ended instead."""
+        """The seconds it reports; None if it has ended instead."""
         try:
             line = self._reports.readline()
         except OSError:
             return None
         return float(line) if line else None
 
-    def last_words(self) -> str:
-        """How it ended and the end of what it printed."""
+    def exit_report(self) -> str:
+        """Its exit code and the end of its output."""
         self.output.seek(0)
         lines = self.output.read().rstrip().splitlines()[-SHOWN_LINES:]
         return "\n".join([f"[{self.name}: exit code {self.process.poll()}]", *lines])
 
     def stop(self) -> None:
-        """Let it read the end of its commands."""
+        """Close its commands, so that it exits."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -130,7 +130,7 @@ class Rank:
         return False
 
     def kill(self) -> None:
-        """End it and all it has started, at once; nothing of it is left open."""
+        """Kill it and all processes it has started, and close everything."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -167,7 +167,7 @@ class Pair:
     def run(self, steps: int) -> float:
         """Let all ranks do `steps` steps; the seconds of the slowest."""
         for rank in self.ranks:
-            rank.tell(steps)
+            rank.start(steps)
         waiting, slowest = list(self.ranks), 0.0
         while waiting:
             ready = select.select(waiting, [], [], REPORT_DEADLINE)[0]
@@ -183,12 +183,14 @@ class Pair:
         return slowest
 
     def failed(self, what: str) -> ManyhandsError:
-        """The error of this side, with what its ranks printed last."""
-        return ManyhandsError("\n".join([f"the side {self.side.name!r} {what}", *(r.last_words() for r in self.ranks)]))
+        """The error of this side, with the end of its ranks' output."""
+        return ManyhandsError(
+            "\n".join([f"the side {self.side.name!r} {what}", *(r.exit_report() for r in self.ranks)])
+        )
 
 
 def environment(rank: int, port: int, ranks: int = RANKS, hosts: Hosts | None = None) -> dict[str, str]:
-    """What a rank finds in its environment: who is who, by torchrun's names."""
+    """The environment of a rank, with torchrun's variables."""
     alone = hosts is not None
     cable = {} if hosts is None else {"GLOO_SOCKET_IFNAME": CABLE, "MANYHANDS_BIND": hosts.address(rank)}
     return {
@@ -209,6 +211,6 @@ def one_thread() -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, all different because all are held until the last is found."""
-    with ExitStack() as held:
-        return [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+    """Free ports, all different because all stay open until the last is found."""
+    with ExitStack() as open_ports:
+        return [open_ports.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]

@@ -1,9 +1,9 @@
-"""Two ways of doing the same, measured side by side.
+"""Several implementations of the same work, measured side by side.
 
-Every side is a group of processes that lives through the whole run. One side at a time is told to do a block of steps
-and to report its seconds; the others are blocked on a read and cost nothing. In every round each side has one turn, and
-the side that goes first changes from round to round, so what disturbs the machine disturbs all of them alike. Once all
-have gone first, they go backwards, so that nobody always follows the same neighbour.
+Every side is a group of processes that exists for the whole run. One side at a time runs a block of steps and reports
+its seconds; the others are blocked on a read and cost nothing. In every round each side has one turn, and the first
+side changes from round to round, so that disturbances of the machine affect all of them equally. After each side has
+been first, the order is reversed, so that no side always follows the same one.
 
     round 0    ddp    shm    floor
     round 1    shm    floor  ddp
@@ -27,19 +27,19 @@ from _ranks import Pair, Side, free_ports
 
 ROUNDS = 30
 WARM_UP = 2
-"""Blocks per side before the first round: every side has started, touched its memory and met its peer."""
+"""Blocks per side before the first round: every side has started, touched its memory and connected to its peer."""
 
 Seconds = dict[str, list[float]]
-"""Of one step, by side, one number per round."""
+"""Seconds of one step, by side, one number per round."""
 
 
 def say(words: str) -> None:
-    """One line for whoever watches; stdout belongs to the results."""
+    """Print one line of progress to stderr; stdout is for the results."""
     print(words, file=sys.stderr, flush=True)
 
 
 def measure(title: str, sides: Sequence[Side], *, steps: int, rounds: int = ROUNDS) -> Seconds:
-    """Start all sides, let them run blocks of `steps` steps in turn, end them."""
+    """Start all sides, run blocks of `steps` steps in turn, end them."""
     say(f"{title}: {rounds} rounds of {steps} steps of {', '.join(side.name for side in sides)}")
     with ExitStack() as stack:
         ports = free_ports(len(sides))
@@ -62,19 +62,19 @@ def take_turns(sides: Mapping[str, Callable[[int], float]], steps: int, rounds: 
 
 
 def order(names: list[str], turn: int) -> list[str]:
-    """Who comes when in one round."""
+    """The order of the sides in one round."""
     cycle, first = divmod(turn, len(names))
     turned = names[first:] + names[:first]
     return turned[::-1] if cycle % 2 else turned
 
 
 def slowness(name: str, ours: list[float], peer: list[float], goal: str | None = None) -> dict[str, Any]:
-    """A result: how long ours takes, in times of the peer."""
+    """A result: our time over the peer's."""
     return _result(name, [o / p for o, p in zip(ours, peer, strict=True)], ours, peer, goal)
 
 
 def speed(name: str, ours: list[float], peer: list[float], goal: str | None = None) -> dict[str, Any]:
-    """A result: how fast ours is, in speeds of the peer."""
+    """A result: our speed over the peer's."""
     return _result(name, [p / o for o, p in zip(ours, peer, strict=True)], ours, peer, goal)
 
 

@@ -1,9 +1,9 @@
-"""Samples per second of ssp with 2 workers on one machine, as a share of no communication at all.
+"""Samples per second of ssp with 2 workers on one machine, relative to no communication.
 
-mlp-shm      an MLP of 10 M parameters: moving the weights is what costs
-small-shm    an MLP of 9,600 parameters, 0.7 ms a step: every microsecond beside the tensors costs
+mlp-shm      an MLP of 10 M parameters: copying the weights dominates
+small-shm    an MLP of 9,600 parameters, 0.7 ms a step: every microsecond of overhead is measurable
 
-The peer is what everybody writes without communication: forward, backward, torch's SGD. Two processes run it at the
+The peer is a plain loop without communication: forward, backward, torch's SGD. Two processes run it at the
 same time.
 """
 
@@ -20,12 +20,12 @@ from manyhands.report.progress import Progress
 
 
 def ours(link: str, model_name: str, commands: Commands) -> None:
-    """ssp over `link`, which is "shm"."""
+    """Our side: ssp over `link`."""
     together(link, mh.ssp(staleness=3, lr=LEARNING_RATE), model_name, commands)
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Both models; rounds are told in lines of their own, for `progress` counts samples."""
+    """Both models. Rounds are printed to stderr, because `progress` counts samples."""
     mlp = measure("ssp mlp", sides("mlp"), steps=5)
     small = measure("ssp small", sides("small"), steps=500)
     return [
@@ -35,5 +35,5 @@ def run(progress: Progress) -> list[dict[str, Any]]:
 
 
 def sides(model_name: str) -> list[Side]:
-    """No communication, and ours."""
+    """The sides: no communication, and ours."""
     return [Side("alone", alone, (model_name,)), Side("shm", ours, ("shm", model_name))]

@@ -3,7 +3,7 @@
 mlp-shm                 through shared memory, MLP of 10 M parameters: our time over DDP's
 cnn-shm                 the same, small CNN
 mlp-tcp                 through TCP sockets, MLP
-mlp-no-communication    the floor: two workers that never talk, over DDP
+mlp-no-communication    the lower bound: two workers without communication, over DDP
 cnn-no-communication    the same, small CNN
 
 Model, data, seeds, batch size and plain SGD are the same on all sides, and every process has one thread.
@@ -25,7 +25,7 @@ from manyhands.report.progress import Progress
 
 
 def ours(link: str, model_name: str, commands: Commands) -> None:
-    """bsp over `link`, "shm" or "tcp"."""
+    """Our side: bsp over `link`, "shm" or "tcp"."""
     together(link, mh.bsp(lr=LEARNING_RATE), model_name, commands)
 
 
@@ -35,11 +35,11 @@ def ddp(model_name: str, commands: Commands) -> None:
     net = DistributedDataParallel(model(model_name), gradient_as_bucket_view=True)
     commands.repeat(plain_step(net, batches(model_name)))
     dist.destroy_process_group()
-    os._exit(0)  # gloo sometimes aborts while the interpreter is taken down; by now everything is measured
+    os._exit(0)  # gloo sometimes aborts while the interpreter exits; everything is measured by now
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Both models; rounds are told in lines of their own, for `progress` counts samples."""
+    """Both models. Rounds are printed to stderr, because `progress` counts samples."""
     mlp = measure("bsp mlp", sides("mlp", "shm", "tcp"), steps=5)
     cnn = measure("bsp cnn", sides("cnn", "shm"), steps=20)
     return [
@@ -52,6 +52,6 @@ def run(progress: Progress) -> list[dict[str, Any]]:
 
 
 def sides(model_name: str, *links: str) -> list[Side]:
-    """DDP, ours over every link, and the floor."""
+    """The sides: DDP, ours over every link, and no communication."""
     through = [Side(link, ours, (link, model_name)) for link in links]
     return [Side("ddp", ddp, (model_name,)), *through, Side("floor", alone, (model_name,))]

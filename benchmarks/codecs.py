@@ -7,7 +7,7 @@ ternary          TernGrad with clipping, 2 bits for a number
 sign-fallback    the same without the compiled kernels
 topk-fallback
 
-Memory is allocated and touched before, as that of gradients is; what a codec allocates for itself counts.
+Memory is allocated and touched before, as for gradients; memory that a codec allocates itself is included.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from _side_by_side import WARM_UP, slowness, take_turns
 from torch import Tensor
 
-from manyhands.codecs import OneBit, Qsgd, TernGrad, TopK, native
+from manyhands.codecs import OneBit, Qsgd, TernGrad, TopK, vector_kernels
+from manyhands.core.codec import Codec
 from manyhands.core.errors import ManyhandsError
-from manyhands.core.protocols import Codec
 from manyhands.report.progress import Progress
 
 NUMBERS = 6_250_000
@@ -42,16 +42,16 @@ GOALS = {
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Codecs do their work in torch and numpy, as where nothing was compiled."""
-    kept, native.compiled = native.compiled, lambda *_: None
+    """Codecs use torch and numpy, as without compiled kernels."""
+    before, vector_kernels.compiled = vector_kernels.compiled, lambda *_: None
     try:
         yield
     finally:
-        native.compiled = kept
+        vector_kernels.compiled = before
 
 
 def timed(work: Callable[[], object], steps: int) -> float:
-    """Seconds of so many."""
+    """The seconds of so many calls."""
     began = time.perf_counter()
     for _ in range(steps):
         work()
@@ -59,14 +59,13 @@ def timed(work: Callable[[], object], steps: int) -> float:
 
 
 def both_ways(codec: Codec, x: Tensor, out: Tensor) -> None:
-    """Encode and decode."""
     codec.decode(codec.encode(x, None), out)
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Rounds are told in lines of their own, for `progress` counts samples."""
+    """Measure all sides. Rounds are printed to stderr, because `progress` counts samples."""
     torch.set_num_threads(1)
-    if not native.loaded():
+    if not vector_kernels.loaded():
         raise ManyhandsError("the kernels are not compiled here: install again where there is a C compiler")
     x, out = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(0)), torch.zeros(NUMBERS)
 

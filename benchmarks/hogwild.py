@@ -1,9 +1,9 @@
-"""How much faster Hogwild! is with two processes than with one, on the same weights.
+"""The speed-up of Hogwild! with two processes over one, on the same weights.
 
-mlp-2-over-1       samples per second of two processes over those of one, MLP of 9,600 parameters: every step of each
-                   moves every weight
-sparse-2-over-1    the same for sparse logistic regression, the task `sparse`: a million weights, of which a step moves
-                   those of the features that its samples have, in a compiled kernel
+mlp-2-over-1       samples per second of two processes over those of one, MLP of 9,600 parameters: every step
+                   changes every weight
+sparse-2-over-1    the same for sparse logistic regression, the task `sparse`: a million weights, of which a step
+                   changes those of its samples' features, in a compiled kernel
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from manyhands.report.progress import Progress
 from manyhands.tasks.sparse import FEATURES, Logistic, samples
 
 SPARSE_BATCH = 512
-"""Samples of a step, as for the small MLP."""
+"""Samples per step, as for the small MLP."""
 
 
 def mlp(commands: Commands) -> None:
-    """One rank."""
+    """One rank of the MLP."""
     together("shm", mh.hogwild(lr=LEARNING_RATE), "small", commands)
 
 
 def sparse(commands: Commands) -> None:
-    """One rank."""
+    """One rank of the sparse model."""
     data = sparse_batches(int(os.environ["RANK"]))
     own_loop("shm", mh.hogwild(), Logistic(FEATURES), binary_cross_entropy_with_logits, data, commands)
 
@@ -46,7 +46,7 @@ def sparse_batches(rank: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Rounds are told in lines of their own, for `progress` counts samples."""
+    """Measure all sides. Rounds are printed to stderr, because `progress` counts samples."""
     small = measure("hogwild small", [Side("one", mlp, ranks=1), Side("two", mlp)], steps=300)
     large = measure("hogwild sparse", [Side("one", sparse, ranks=1), Side("two", sparse)], steps=1000)
     return [

@@ -1,12 +1,12 @@
-"""Wall time to a fixed loss with 2 workers between which there are 100 Mbit/s, over torch's DDP on gloo.
+"""Wall time to a fixed loss with 2 workers on a link of 100 Mbit/s, over torch's DDP on gloo.
 
 diloco-over-ddp             AdamW on each worker, a Nesterov step of both every 20 steps
 model-averaging-over-ddp    SGD on each worker, weights averaged every 20 steps
 
 All train the same MLP of 0.3 M parameters on `digits`, 32 samples per worker and step, until the loss over all training
-samples is at most 0.1. How many steps that takes each of them is found first, without a limit to the link; it is the
-same every time. The peer is DDP with AdamW or with SGD, whichever needs fewer steps. Then all are timed: new processes
-in every round, from the first step to the last, and the loss is looked at again.
+samples is at most 0.1. The number of steps that each of them needs is determined first, on an unlimited link; it is
+deterministic. The peer is DDP with AdamW or with SGD, whichever needs fewer steps. Then all are timed: new processes
+in every round, from the first step to the last, and the loss is checked again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from manyhands.tasks.parts import mlp
 TARGET = 0.1
 PERIOD = 20
 MOST = 2000
-"""Steps in which the loss must be reached."""
+"""The most steps until the loss is reached."""
 ROUNDS = 9
 MBIT = 100
 STRATEGIES = {
@@ -50,27 +50,27 @@ Step = Callable[[], object]
 
 
 def model() -> nn.Module:
-    """The same on every side and rank."""
+    """The model with the same weights on every side and rank."""
     torch.manual_seed(0)
     return mlp(64, 512, 512, 10)
 
 
 def batches() -> Iterator[tuple[Tensor, ...]]:
-    """This rank's."""
+    """The mini-batches of this rank, without end."""
     share = Share(load("digits").data, int(os.environ["RANK"]), 2, 32, seed=0)
     while True:
         yield share.next_batch()
 
 
 def loss_of(net: nn.Module) -> float:
-    """Over all training samples."""
+    """The loss over all training samples."""
     with torch.no_grad():
         x, y = load("digits").data.tensors
         return cross_entropy(net(x), y).item()
 
 
 def train(name: str, steps: str, commands: Commands) -> None:
-    """One side: `steps` steps when told, or as many as it takes; the answer is how long, or how many."""
+    """One side: reports the seconds of `steps` steps or, if 0, the number of steps until the target."""
     net = model()
     if name in STRATEGIES:
         with mh.join(net, loss=cross_entropy, strategy=STRATEGIES[name]()) as hands:
@@ -80,7 +80,7 @@ def train(name: str, steps: str, commands: Commands) -> None:
         dist.init_process_group("gloo")
         _train(net, _ddp_step(net, name), int(steps), commands)
         dist.destroy_process_group()
-        os._exit(0)  # gloo sometimes aborts while the interpreter is taken down; by now everything is measured
+        os._exit(0)  # gloo sometimes aborts while the interpreter exits; everything is measured by now
 
 
 def _ddp_step(net: nn.Module, name: str) -> Step:
@@ -112,7 +112,7 @@ def _train(net: nn.Module, step: Step, steps: int, commands: Commands) -> None:
 
 
 def _steps_needed(net: nn.Module, step: Step) -> int:
-    """Looked at where all workers have the same weights; both see the same loss, so both stop."""
+    """The loss is computed where all workers have the same weights, so that both stop at the same step."""
     for taken in range(PERIOD, MOST + 1, PERIOD):
         for _ in range(PERIOD):
             step()
@@ -122,7 +122,7 @@ def _steps_needed(net: nn.Module, step: Step) -> int:
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Rounds are told in lines of their own, for `progress` counts samples."""
+    """Measure all sides. Rounds are printed to stderr, because `progress` counts samples."""
     with Hosts([None, None]) as fast:
         needed = {name: int(_once(Side(name, train, (name, "0"), hosts=fast))) for name in [*STRATEGIES, *OPTIMIZERS]}
     for name, steps in needed.items():
@@ -135,6 +135,6 @@ def run(progress: Progress) -> list[dict[str, Any]]:
 
 
 def _once(side: Side) -> float:
-    """What both ranks of a side report, in new processes."""
+    """The report of a side, run once in new processes."""
     with Pair(side, free_ports(1)[0]) as pair:
         return pair.run(1)

@@ -1,38 +1,36 @@
-"""What it costs to write down every step of a run, in CPU seconds of all processes over the seconds of the run.
+"""What it costs to record every step of a run: CPU seconds of all processes, divided by the seconds of the run.
 
 recording-cpu-share           a small convolutional network, whose steps take some ten milliseconds
-recording-cpu-share-digits    digits, whose steps take less than one: the most that recording can cost
+recording-cpu-share-digits    digits, whose steps take less than one: an upper bound of the cost
 
-Two processes train with bsp, and each step of each is a line. In the ranks counts whatever keeps the time of a step and
-makes, encodes and sends its line; where they were started, writing the file and reading the lines for the result.
-Looking at the clock counts as well: of digits' share it is a fifth.
+Two processes train with bsp, and each step of each is a line of the record. In the ranks it counts what measures the
+parts of a step and makes, encodes and sends its line; in the process that launched them it counts what writes the file
+and reads the lines for the result. The calls of the clock are included: they are a fifth of the share of digits.
 """
 
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from _metered import Meter, Metered
 
-from manyhands import bsp, processes
-from manyhands.core.lines import decoded
-from manyhands.plan import Plan, machines, make_plan
-from manyhands.processes import Named
+from manyhands import Local, bsp
+from manyhands.core.record import decoded
 from manyhands.report.progress import Progress
 from manyhands.report.record import Record
-from manyhands.runtime.launch import launch
+from manyhands.run.spec import RunSpec, make_spec
+from manyhands.runtime.launch.launch import launch
 
 RUNS = 5
 
 
-def share(plan: Plan, named: Named, out: Path, progress: Progress) -> float:
-    """Of one run."""
+def share(spec: RunSpec, out: Path, progress: Progress) -> float:
+    """The share of one run."""
     here = Meter()
-    progress.start(plan.samples, plan.task.name)
+    progress.start(spec.samples, spec.task.name)
     with Record(out) as record:
         add = here.around(record.add)
 
@@ -42,8 +40,7 @@ def share(plan: Plan, named: Named, out: Path, progress: Progress) -> float:
                 for line in decoded(parcel):
                     progress.step({"samples": line.get("samples", 0)})
 
-        program = Metered(replace(plan, task=processes._nothing), named)
-        launched = launch(program, workers=2, on_lines=write)
+        launched = launch(Metered(spec.packed()), workers=2, on_lines=write)
         here.around(lambda: record.lines)()
     progress.stop()
     costs = [one for one in launched.results if one is not None]
@@ -51,17 +48,15 @@ def share(plan: Plan, named: Named, out: Path, progress: Progress) -> float:
 
 
 def median_share(task: str, steps: int, progress: Progress) -> float:
-    """Of some runs."""
-    strategy, named = bsp(lr=0.01), Named(task)
-    where = machines(strategy, None, 2, None, "shm", "127.0.0.1")
-    plan = make_plan(named.load(), strategy, where, 0, steps, None, None, False)
+    """The median share of several runs."""
+    spec = make_spec(task, bsp(lr=0.01), Local(2), steps=steps)
     with tempfile.TemporaryDirectory() as folder:
-        shares = [share(plan, named, Path(folder, str(number)), progress) for number in range(RUNS)]
+        shares = [share(spec, Path(folder, str(number)), progress) for number in range(RUNS)]
     return round(median(shares), 4)
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Both figures."""
+    """Both figures and their bounds."""
     return [
         {"name": "recording-cpu-share", "value": median_share("_metered:cnn", 100, progress), "goal": "<= 0.02"},
         {"name": "recording-cpu-share-digits", "value": median_share("digits", 2000, progress), "goal": "<= 0.02"},

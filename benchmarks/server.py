@@ -1,10 +1,10 @@
 """Push, update and pull of 100 MB with one worker and one server, against plain TCP sockets.
 
-shm-zero-copy-over-tcp      the worker reads the weights where they are, so nothing is copied: the peer's time over ours
+shm-zero-copy-over-tcp      the worker reads the weights in place, without a copy: the peer's time over ours
 shm-copied-pull-over-tcp    the worker copies them, as asynchronous methods must
 tcp-over-sockets            our own TCP link, which also frames, checks and queues
 
-The peer is the shortest program that does it: `sendall` from and `recv_into` to memory allocated and touched once.
+The peer is a minimal program: `sendall` from and `recv_into` to memory allocated and touched once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.codecs import Raw
 from manyhands.consistency import Free
-from manyhands.core.protocols import Tag, recv
+from manyhands.core.port import Tag, recv
 from manyhands.core.worker import Worker
 from manyhands.report.progress import Progress
 from manyhands.rules import Sgd
-from manyhands.runtime import join
-from manyhands.topology.servers import connect
+from manyhands.runtime.launch import join
+from manyhands.servers import ServerSetup, connect
 
 NUMBERS = 25_000_000
 """float32: 100 MB."""
@@ -38,7 +38,7 @@ BUFFER = 1 << 20
 LEARNING_RATE = 0.01
 PUSH, WEIGHTS = Tag("bench-push", carries="floats"), Tag("bench-weights", carries="floats")
 SERVER = 1
-"""The rank that holds the weights."""
+"""The rank with the weights."""
 
 
 def zero_copy(commands: Commands) -> None:
@@ -52,7 +52,7 @@ def tcp(commands: Commands) -> None:
 
 
 def through_the_port(link: str, commands: Commands) -> None:
-    """The same two loops as the peer's, written against `Transport`."""
+    """The two loops of the peer, written against `Transport`."""
     os.environ["MANYHANDS_LINK"] = link
     transport = join.connect()
     gradient, weights = (transport.slot(NUMBERS, torch.float32).fill_(1) for _ in range(2))
@@ -77,23 +77,26 @@ def copied_pull(commands: Commands) -> None:
     transport = join.connect()
     task = mh.Task(model=Vector, data=[0])
     worker = Worker(transport, task, Vector(), seed=0, steps=0, batch_size=1)
-    lanes = connect(worker, "size", Free(), Sgd(LEARNING_RATE), Raw())
+    clients = connect(worker, ServerSetup("size", Free(), Sgd(LEARNING_RATE), Raw()))
     gradient = torch.ones(NUMBERS)
 
+    views = [[worker.flat.weights(span) for span in client.spans] for client in clients]
+
     def exchange() -> None:
-        for lane in lanes:
-            into = [worker.flat.weights(span) for span in lane.spans]
-            lane.push([(gradient[span.start : span.stop],) for span in lane.spans], (), into)
-        for lane in lanes:
-            lane.ask()
-            lane.pull([worker.flat.weights(span) for span in lane.spans])
+        read = []
+        for client, into in zip(clients, views, strict=True):
+            payload = [(gradient[span.start : span.stop],) for span in client.spans]
+            read.append(client.push_pull(payload, (), into).read)
+        for client, into, unchanged in zip(clients, views, read, strict=True):
+            client.ask()
+            client.pull(into, unchanged)
 
     commands.repeat(exchange if here() != SERVER else lambda: None)
     transport.leave()
 
 
 class Vector(nn.Module):
-    """A model that is nothing but its weights."""
+    """A model with one parameter vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +104,7 @@ class Vector(nn.Module):
 
 
 def sockets(commands: Commands) -> None:
-    """The peer."""
+    """The peer: plain TCP sockets."""
     gradient, weights = torch.ones(NUMBERS), torch.ones(NUMBERS)
     pushed, pulled = bytes_of(gradient), bytes_of(weights)
     with connected() as link:
@@ -119,7 +122,7 @@ def sockets(commands: Commands) -> None:
 
 
 def here() -> int:
-    """This process's rank."""
+    """The rank of this process."""
     return int(os.environ["RANK"])
 
 
@@ -135,7 +138,7 @@ def connected() -> socket.socket:
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
-    """The server may still be starting; whoever waits too long is ended by the coordinator."""
+    """Connect, and retry while the server is starting; the coordinator ends a rank that waits too long."""
     while True:
         link = _socket()
         try:
@@ -147,7 +150,7 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 
 def _socket() -> socket.socket:
-    """With the buffers that were fastest; what a listener has, its connections inherit."""
+    """A socket with the fastest buffer sizes, which connections inherit from their listener."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
@@ -164,12 +167,12 @@ def fill(memory: memoryview, link: socket.socket) -> None:
     while memory:
         received = link.recv_into(memory, 0, socket.MSG_WAITALL)
         if received == 0:
-            raise ConnectionError("the other side has gone")
+            raise ConnectionError("the peer has closed the connection")
         memory = memory[received:]
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """All three ways; rounds are told in lines of their own, for `progress` counts samples."""
+    """All three ways. Rounds are printed to stderr, because `progress` counts samples."""
     seconds = measure("server", [Side(side.__name__, side) for side in (sockets, zero_copy, copied_pull, tcp)], steps=3)
     peer = seconds["sockets"]
     say(f"the peer moves {2 * 4 * NUMBERS / median(peer) / 1e9:.2f} GB/s, its update included")

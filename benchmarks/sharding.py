@@ -1,13 +1,13 @@
-"""Push and pull of VGG-16's 138 M weights, cut over servers by size and by layer, each server behind 1 Gbit/s.
+"""Push and pull of VGG-16's 138 M weights, sharded over servers by size and by layer, each server behind 1 Gbit/s.
 
-size-over-layer-2-servers    how many times faster equal stretches are than whole layers, with two servers
+size-over-layer-2-servers    the speed of equal spans over that of whole layers, with two servers
 size-over-layer-4-servers    the same with four
-wire-share-1-shard           the time that the servers' cables need for these bytes, over the time we take: one server
+wire-share-1-shard           the time that the servers' links need for these bytes, over our time: one server
 wire-share-2-shards          the same with two
 
 Two workers push gradients to all shards, which apply their mean, and pull the weights: a step of bsp-server without
-its computing. A cable carries all pushes, then all pulls: 2 workers x 2 x the bytes of the fullest server. Workers and
-servers are on hosts of their own; only the servers' cables are limited.
+its computing. A link transfers all pushes, then all pulls: 2 workers x 2 x the bytes of the fullest server. Every
+worker and server has a host of its own; only the servers' links are limited.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from manyhands.consistency import Bulk
 from manyhands.core.worker import Worker
 from manyhands.report.progress import Progress
 from manyhands.rules import Sgd
-from manyhands.runtime.join import connect as join
+from manyhands.runtime.launch.join import connect as join
+from manyhands.servers import ServerSetup, connect, serve
 from manyhands.tasks import load
-from manyhands.topology.servers import connect, serve
 
 WORKERS = 2
 ROUNDS = 7
@@ -38,7 +38,7 @@ MBIT = 1000
 
 
 def vgg16() -> nn.Module:
-    """Its parameters, all 0; nobody computes with them. Zeros that nobody has written take no memory."""
+    """The model with all parameters 0, which are never computed with. Zeros that were never written take no memory."""
     with torch.device("meta"):
         model = load("vgg16").model()
     for layer in [layer for layer in model if isinstance(layer, nn.Conv2d | nn.Linear)]:
@@ -47,39 +47,39 @@ def vgg16() -> nn.Module:
 
 
 def exchange(servers: str, how: Any, commands: Commands) -> None:
-    """A worker's or a server's part."""
+    """The loop of a worker or of a server."""
     transport = join(servers=int(servers))
     worker = Worker(transport, mh.Task(model=vgg16, data=[0]), vgg16(), seed=0, steps=0, batch_size=1)
-    arguments = how, Bulk(), Sgd(0.01)
+    setup = ServerSetup(how, Bulk(), Sgd(0.01), Raw())
     if transport.role == "server":
         threading.Thread(target=commands.repeat, args=(lambda: None,), daemon=True).start()
         with torch.no_grad():
-            serve(worker, *arguments, Raw())
+            serve(worker, setup)
         transport.leave()
         return
-    lanes = connect(worker, *arguments, Raw())
-    gradients = [part.grad.fill_(1) for part in worker.flat.parts]
+    clients = connect(worker, setup)
+    gradients = [part.grad.fill_(1) for part in worker.flat.groups]
 
     def step() -> None:
-        for lane in lanes:
-            lane.push([(gradients[span.part][span.start : span.stop],) for span in lane.spans], ())
-        for lane in lanes:
-            lane.ask()
-        for lane in lanes:
-            lane.pull([worker.flat.weights(span) for span in lane.spans])
+        for client in clients:
+            client.push_pull([(gradients[span.group][span.start : span.stop],) for span in client.spans], ())
+        for client in clients:
+            client.ask()
+        for client in clients:
+            client.pull([worker.flat.weights(span) for span in client.spans])
 
     with torch.no_grad():
         commands.repeat(step)
-        for lane in lanes:
-            lane.done()
+        for client in clients:
+            client.done()
         if worker.rank == worker.lead:
-            for lane in lanes:
-                lane.final([worker.flat.weights(span) for span in lane.spans])
+            for client in clients:
+                client.final([worker.flat.weights(span) for span in client.spans])
     transport.leave()
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """By size and by layer; rounds are told in lines of their own, for `progress` counts samples."""
+    """By size and by layer. Rounds are printed to stderr, because `progress` counts samples."""
     results = []
     goals = {1: (None, ">= 0.9"), 2: (">= 1.4", ">= 0.8"), 4: (">= 2.5", None)}
     for servers, (faster, share) in goals.items():
@@ -103,5 +103,5 @@ def _share(servers: int, seconds: list[float], goal: str) -> dict[str, Any]:
     needed = 2 * WORKERS * nbytes * 8 / (MBIT * 1e6)
     name = f"wire-share-{servers}-shard{'s' if servers > 1 else ''}"
     share = round(needed / median(seconds), 3)
-    say(f"{name}: {share}, {median(seconds):.2f} s where the cables need {needed:.2f} s")
+    say(f"{name}: {share}, {median(seconds):.2f} s where the links need {needed:.2f} s")
     return {"name": name, "value": share, "goal": goal}

@@ -2,9 +2,9 @@
 
 first-step-over-torchrun    `manyhands run -n 2` with bsp: our time over that of `torchrun --nproc-per-node 2` with DDP
 
-Both scripts have the same model, data and optimizer, and the step is done when the slower rank is done. There are ten
-rounds, not thirty: a start takes seconds, most of which go into loading libraries and hardly vary once those are in the
-disk cache, which an uncounted first round sees to.
+Both scripts have the same model, data and optimizer, and the step ends when the slower rank has finished. There are ten
+rounds, not thirty: a start takes seconds, mostly for loading libraries, and varies little once these are in the disk
+cache, for which there is an uncounted first round.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PEER = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), str(SCRIP
 ROUNDS = 10
 DEADLINE = 120.0
 PATIENCE = 5.0
-"""Seconds that a launcher gets to end its workers before it is killed."""
+"""Seconds that a launcher has to end its workers before it is killed."""
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Both in turn; rounds are told in lines of their own, for `progress` counts samples."""
+    """Both in turn. Rounds are printed to stderr, because `progress` counts samples."""
     return compare(OURS, PEER, ROUNDS)
 
 
@@ -64,7 +64,7 @@ def first_step(command: Sequence[str]) -> float:
 
 
 def launch(command: Sequence[str], variables: dict[str, str]) -> str:
-    """Run Python with these arguments to its end; what it printed."""
+    """Run Python with these arguments, and return its output."""
     process = subprocess.Popen(
         [sys.executable, *command],
         env={**os.environ, **one_thread(), **variables},
@@ -86,7 +86,7 @@ def launch(command: Sequence[str], variables: dict[str, str]) -> str:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Politely first: workers of a launcher may be in sessions of their own, so only it can find them."""
+    """Terminate it first: workers of a launcher may be in sessions of their own, which only it can end."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):

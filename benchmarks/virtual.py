@@ -1,4 +1,4 @@
-"""How fast and how large the virtual world is.
+"""Speed and memory of the virtual world.
 
 events-per-second                 100 ranks exchange small messages as fast as they can
 ssp-vgg16-1000-workers-seconds    wall time of 20 steps of SSP on the sizes of VGG-16, 4 servers
@@ -6,7 +6,7 @@ bytes-per-rank-4000-over-1000     peak memory per rank with 4,000 workers over t
 bsp-10000-workers-seconds         wall time of 10 steps of BSP on the same sizes, with the closed form of a collective
 ssp-10000-workers-seconds         the same of SSP, 2 servers
 gossip-10000-workers-seconds      the same of gossip
-peak-gib                          the most memory that a process needs for these three
+peak-gib                          peak memory of a process for these three
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from manyhands import Cluster, ssp, train
-from manyhands.core.protocols import Tag, Transport, recv
+from manyhands.core.port import Tag, Transport, recv
 from manyhands.report.progress import Progress
 from manyhands.tasks import load
 from manyhands.virtual.world import simulate
@@ -31,7 +31,7 @@ BALL = Tag("ball")
 
 
 def throw(transport: Transport) -> None:
-    """Pass a message round the ring, again and again."""
+    """Pass messages round the ring."""
     here, size = transport.rank, transport.size
     for turn in range(200):
         transport.send((here + 1) % size, BALL.of(turn), (turn,))
@@ -62,7 +62,7 @@ def bytes_per_rank(workers: int, progress: Progress) -> float:
 
 
 def crowd() -> list[dict[str, Any]]:
-    """The figures of 10,000 workers, which have a process of their own."""
+    """The results with 10,000 workers, from a process of their own."""
     program = [sys.executable, str(Path(__file__).with_name("_crowd.py"))]
     found = json.loads(subprocess.run(program, stdout=subprocess.PIPE, check=True, text=True).stdout)
     return [
@@ -75,7 +75,7 @@ def crowd() -> list[dict[str, Any]]:
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """All figures."""
+    """Measure all results."""
     rate = median(events_per_second() for _ in range(5))
     wall = stale_vgg16(1000, 20, progress)
     ratio = bytes_per_rank(4000, progress) / bytes_per_rank(1000, progress)

@@ -1,12 +1,12 @@
-"""A training step of an MLP of 10 M parameters between two hosts with a slow cable, over torch's DDP on gloo.
+"""A training step of an MLP of 10 M parameters between two hosts on a slow link, over torch's DDP on gloo.
 
 topk-1gbit-over-ddp               top-k of 1 % with feedback, 1 Gbit/s
 onebit-1gbit-over-ddp             one bit with feedback, both ways, 1 Gbit/s
 topk-1gbit-over-ddp-fp16          top-k over DDP with its hook for half precision, 1 Gbit/s
 topk-10gbit-over-ddp              top-k, 10 Gbit/s
-no-communication-1gbit-over-ddp   the floor: two workers that never talk
+no-communication-1gbit-over-ddp   the lower bound: two workers without communication
 
-Hosts are network namespaces, cables are limited by token buckets. Model, data, seeds, batch size and plain SGD are the
+Hosts are network namespaces, links are limited by token buckets. Model, data, seeds, batch size and plain SGD are the
 same on all sides, and every process has one thread.
 """
 
@@ -55,11 +55,11 @@ def _ddp(commands: Commands, *, half: bool) -> None:
         net.register_comm_hook(None, default_hooks.fp16_compress_hook)
     commands.repeat(plain_step(net, batches("mlp")))
     dist.destroy_process_group()
-    os._exit(0)  # gloo sometimes aborts while the interpreter is taken down; by now everything is measured
+    os._exit(0)  # gloo sometimes aborts while the interpreter exits; everything is measured by now
 
 
 def run(progress: Progress) -> list[dict[str, Any]]:
-    """Rounds are told in lines of their own, for `progress` counts samples."""
+    """Measure all sides. Rounds are printed to stderr, because `progress` counts samples."""
     with Hosts([1000, 1000]) as slow:
         peers = [Side("ddp", ddp, hosts=slow), Side("ddp-fp16", ddp_fp16, hosts=slow)]
         methods = [Side(name, ours, (name,), hosts=slow) for name in METHODS]

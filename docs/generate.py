@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from manyhands.cli.explain import trait_lines, traits_of
 from manyhands.cli.index import Knob, Method, methods
 
 FOLDER = Path(__file__).resolve().parent / "methods"
 README = FOLDER.parents[1] / "README.md"
 TABLE = re.compile(r"(?<=<!-- methods, written by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
-"""What stands between these two lines of the README."""
+"""The table between these two lines of the README."""
 FROM_LOSS = re.compile(r"(?:^|(?<=[.;] ))[^.;]*\ba lost (?:worker|client)\b.*", re.IGNORECASE)
-"""What a card says about a lost worker: from there to the end of its paragraph."""
-ENDS = """A run of real processes that goes on ends with exit code 0 and names the rank that was lost. One that cannot
-goes down on every other rank within about two seconds, with exit code 3, the rank and the cause. Under torchrun any
-death ends the job: that is its own rule."""
-NOTE = "<!-- Written by `make docs` from the docstring in src/manyhands/catalog/. Change that one. -->"
+"""The part of a card about a lost worker: from there to the end of its paragraph."""
+ENDS = """A run of real processes that continues without a lost rank ends with exit code 0 and names that rank. One that
+cannot continue ends on every other rank within about two seconds, with exit code 3, the rank and the cause. Under
+torchrun the death of any rank ends the job, by its own rule."""
+NOTE = "<!-- Written by `make docs` from the docstring in src/manyhands/catalog/: change the docstring. -->"
 
 
 def pages() -> dict[str, str]:
@@ -41,13 +42,13 @@ def readme(text: str) -> str:
 
 
 def brief(method: Method) -> str:
-    """Its summary without its name."""
+    """The summary without the full name of the method before the colon."""
     _, _, what = method.card.summary.partition(": ")
     return (what or method.card.summary).rstrip(".")
 
 
 def page(method: Method) -> str:
-    """One method's card."""
+    """The page of one method."""
     name, card = method.name, method.card
     recipe = method.recipe.relative_to(method.package)
     return "\n".join(
@@ -55,7 +56,9 @@ def page(method: Method) -> str:
             f"{NOTE}\n# {name}\n\n{card.summary}\n",
             f"{card.text}\n",
             f"## When a worker dies\n\n{when_lost(method)}\n\n{ENDS}\n",
-            "## Knobs\n\n| knob | type | default | meaning |\n|---|---|---|---|",
+            "## Traits\n\nWith the default knobs:\n",
+            *[f"- {text}" for text in trait_lines(traits_of(method))],
+            "\n## Knobs\n\n| knob | type | default | meaning |\n|---|---|---|---|",
             *map(row, method.knobs),
             f"\n## Paper\n\n{card.paper}\n",
             "## Read the code\n",
@@ -69,7 +72,7 @@ def page(method: Method) -> str:
 
 
 def when_lost(method: Method) -> str:
-    """What a lost worker means, in the words of the card."""
+    """What happens when a worker is lost, as the card describes it."""
     for paragraph in method.card.text.split("\n\n"):
         if found := FROM_LOSS.search(" ".join(paragraph.split())):
             return found[0][0].upper() + found[0][1:]
@@ -77,7 +80,7 @@ def when_lost(method: Method) -> str:
 
 
 def row(knob: Knob) -> str:
-    """One knob in the table."""
+    """The row of a knob in the table."""
     default = "required" if knob.required else f"`{knob.default}`"
     return f"| `{knob.name}` | `{cell(knob.annotation)}` | {cell(default)} | {cell(knob.help)} |"
 
@@ -88,12 +91,12 @@ def source(path: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Text that does not end its cell."""
+    """Text in a cell of a table, with `|` escaped."""
     return text.replace("|", "\\|")
 
 
 def main() -> None:
-    """Make the folder hold exactly these pages."""
+    """Write all pages, and remove those of methods that no longer exist."""
     FOLDER.mkdir(exist_ok=True)
     written = pages()
     for old in FOLDER.glob("*.md"):

@@ -1,4 +1,4 @@
-"""Which method suffers least from a slow worker? The same budget of samples for three of them, side by side."""
+"""Which method is slowed down least by a straggler? The same budget of samples for three methods, side by side."""
 
 import manyhands as mh
 

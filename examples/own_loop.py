@@ -1,4 +1,4 @@
-"""The loop of `plain_loop.py` with many hands: `manyhands run -n 2 own_loop.py`, or torchrun --nproc-per-node 2."""
+"""The loop of `plain_loop.py` with many workers: `manyhands run -n 2 own_loop.py`, or torchrun --nproc-per-node 2."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ def main() -> None:
 
     if hands.lead:
         right = (model(points).argmax(1) == inside).float().mean()
-        print(f"last loss {loss:.3f}, {right:.1%} of the points are told apart")
+        print(f"last loss {loss:.3f}, {right:.1%} of the points are classified correctly")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A plain loop of PyTorch: is a point of the plane inside a ring? `own_loop.py` is the same with many hands."""
+"""A plain loop of PyTorch: is a point of the plane inside a ring? `own_loop.py` is the same with many workers."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ def main() -> None:
             optimizer.step()
 
     right = (model(points).argmax(1) == inside).float().mean()
-    print(f"last loss {loss:.3f}, {right:.1%} of the points are told apart")
+    print(f"last loss {loss:.3f}, {right:.1%} of the points are classified correctly")
 
 
 if __name__ == "__main__":

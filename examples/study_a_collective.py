@@ -6,18 +6,18 @@ A ring sends the least, a butterfly takes the fewest rounds; which is faster dep
 import torch
 
 import manyhands as mh
-from manyhands.core.protocols import Transport
-from manyhands.topology.collectives import all_reducer
+from manyhands.collectives import collective
+from manyhands.core.port import Transport
 
 RANKS = 8
 
 
 def study(algorithm: str, length: int) -> str:
-    """Run it on virtual ranks, check the sum, count."""
+    """Run one algorithm on virtual ranks, check the sum, count rounds and bytes."""
 
     def program(transport: Transport) -> bool:
         x = torch.full((length,), float(transport.rank))
-        all_reducer(algorithm, transport, range(RANKS)).all_reduce(x)
+        collective(algorithm, transport, range(RANKS)).all_reduce(x)
         return bool((x == sum(range(RANKS))).all())
 
     run = mh.on_ranks(RANKS, program)

@@ -1,6 +1,6 @@
 """Train a small network in a virtual cluster: four workers, two servers, one of the workers five times slower.
 
-The gradients are real, only the clock is not: the run takes seconds here and a fraction of one there.
+The gradients are real and the clock is virtual: the run takes seconds of wall time and a fraction of a virtual second.
 """
 
 import manyhands as mh

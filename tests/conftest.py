@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # What takes seconds to import; processes forked from one that has done so and nothing else start in no time.
 multiprocessing.set_forkserver_preload(
-    ["torch.distributed", "manyhands.processes", "manyhands.runtime.join", "manyhands.cli.train", "pytest"]
+    ["torch.distributed", "manyhands.engines.local", "manyhands.runtime.launch.join", "manyhands.cli.train", "pytest"]
 )
 
 

@@ -8,7 +8,6 @@ import pytest
 import manyhands as mh
 from manyhands.cli.index import methods
 from manyhands.codecs import Half
-from manyhands.core.protocols import Checks, Divides, Serves, Welcomes
 from manyhands.tasks import load
 
 METHODS = {name: getattr(mh, method.function) for name, method in methods().items()}
@@ -29,38 +28,36 @@ GOOD = 0.93
 
 
 def ends_when_one_is_lost(name):
-    """What the card says; a method that its knobs have taken out of lock step goes on."""
-    card = " ".join(methods()[name.partition(" ")[0]].card.text.split())
-    return "a lost worker ends the run" in card.lower() and EVERY[name]().lockstep
+    """What its traits say."""
+    return EVERY[name]().traits.on_worker_loss == "ends"
 
 
 def repeats(strategy):
     """Whether a run gives the same bits again, in either world: not if workers write into one memory without locks."""
-    return strategy.lockstep and not strategy.one_host
+    return strategy.traits.lockstep and not strategy.traits.one_host
 
 
-def welcomes(strategy):
+def accepts_joiners(strategy):
     """Whether workers may come later."""
-    return isinstance(strategy, Welcomes) and strategy.welcomes
+    return strategy.traits.joiners
 
 
 def replicas(strategy, workers):
     """How many copies of the model so many workers hold."""
-    return strategy.replicas(workers) if isinstance(strategy, Divides) else workers
+    return strategy.replicas(workers)
 
 
 def links(strategy):
     """How its ranks may be connected."""
-    return ["shm"] if strategy.one_host else ["shm", "tcp"]
+    return ["shm"] if strategy.traits.one_host else ["shm", "tcp"]
 
 
 def fits(strategy, workers, servers=0):
     """Whether the method trains digits with so many."""
-    if servers and not isinstance(strategy, Serves):
+    if servers and not strategy.traits.servers:
         return False
     with suppress(mh.Refused):
-        if isinstance(strategy, Checks):
-            strategy.check(workers, servers, BATCH_SIZE, load("digits").build(0))
+        strategy.check(workers, servers, BATCH_SIZE, load("digits").build(0))
         return True
     return False
 

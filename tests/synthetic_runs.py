@@ -1,4 +1,4 @@
-"""Runs that nobody has trained: lines as the loop writes them, with known times, for tests of reports."""
+"""Lines of runs that never ran, as the loop writes them, with known times: for tests of reports."""
 
 import math
 import random
@@ -14,10 +14,11 @@ MADE = {
 
 
 def header(method="ssp:staleness=3", *, seed=0, workers=4, task="digits", world="virtual", cluster=None, **more):
-    """What ran where."""
+    """The first line."""
     machines = {"workers": workers, "servers": 0, "faults": [], "stragglers": [], **(cluster or {})}
     return {
-        "format": 1,
+        "kind": "header",
+        "format": 2,
         "task": task,
         "method": method,
         "strategy": f"Strategy({method})",
@@ -42,6 +43,7 @@ def header(method="ssp:staleness=3", *, seed=0, workers=4, task="digits", world=
 def step(rank, number, began, seconds=0.1, loss=1.0, lag=0):
     """One step: a fifth waiting, half computing, a tenth each for encoding and sending, a tenth for the rest."""
     return {
+        "kind": "step",
         "step": number,
         "rank": rank,
         "time": began + seconds,
@@ -60,29 +62,30 @@ def step(rank, number, began, seconds=0.1, loss=1.0, lag=0):
 
 
 def lines(steps=40, *, seed=0, workers=4, evaluate_every=10, end=None, speed=1.0, **more):
-    """A whole record; rank 0 takes twice as long as the others, and everyone pauses for evaluations."""
-    chance, told = random.Random(seed), [header(seed=seed, workers=workers, **more)]
+    """A whole record; rank 0 takes twice as long as the others, and all pause for evaluations."""
+    chance, lines_made = random.Random(seed), [header(seed=seed, workers=workers, **more)]
     clocks = [0.0] * workers
     for number in range(1, steps // workers + 1):
         for rank in range(workers):
             seconds = speed * (0.2 if rank == 0 else 0.1) * chance.uniform(0.9, 1.1)
             loss = 2.3 * math.exp(-3 * number * workers / steps) * chance.uniform(0.8, 1.2)
-            told.append(step(rank, number, clocks[rank], seconds, loss, chance.randrange(4)))
+            lines_made.append(step(rank, number, clocks[rank], seconds, loss, chance.randrange(4)))
             clocks[rank] += seconds
         if number % evaluate_every == 0:
-            told.append(
-                {"evaluated": number, "time": max(clocks), "accuracy": min(0.99, 0.5 + number * workers / steps / 2)}
-            )
+            accuracy = min(0.99, 0.5 + number * workers / steps / 2)
+            lines_made.append({"kind": "evaluation", "evaluated": number, "time": max(clocks), "accuracy": accuracy})
             stop = max(clocks) + 0.05
-            told += [{"paused": rank, "from": clocks[rank], "to": stop, "bytes": 10} for rank in range(workers)]
+            pause = {"kind": "pause", "to": stop, "bytes": 10}
+            lines_made += [{**pause, "paused": rank, "from": clocks[rank]} for rank in range(workers)]
             clocks = [stop] * workers
-    told += [{"held": rank, "bytes": 1_000_000 + rank} for rank in range(workers)]
-    told.append(
-        {"end": True, "seconds": max(clocks), "wall_seconds": 1.0, "samples": 32 * steps, "final_loss": 0.1}
+    lines_made += [{"kind": "memory", "held": rank, "bytes": 1_000_000 + rank} for rank in range(workers)]
+    lines_made.append(
+        {"kind": "end", "end": True, "seconds": max(clocks), "wall_seconds": 1.0, "samples": 32 * steps}
+        | {"final_loss": 0.1}
         | {"test_accuracy": 0.97, "bytes_sent": 1000 * steps, "weights_sha256": "0" * 64, "lost": []}
         | (end or {})
     )
-    return told
+    return lines_made
 
 
 def made(steps=40, **more):
@@ -91,6 +94,6 @@ def made(steps=40, **more):
 
 
 def failed(**more):
-    """One that lost a rank and could not go on."""
-    told = [{"end": True, "error": "rank 2 is lost: it died", "kind": "PeerLost", "lost": [[2, "it died"]]}]
-    return of_lines(lines(**more)[:-5] + told)
+    """A run that failed because a rank was lost."""
+    end = {"kind": "end", "end": True, "error": "rank 2 is lost: it died", "error_kind": "PeerLost"}
+    return of_lines([*lines(**more)[:-5], {**end, "lost": [[2, "it died"]]}])

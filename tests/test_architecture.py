@@ -15,38 +15,24 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 LONGEST = 250
 
-PARTS = {"splits", "consistency", "topology", "codecs", "rules"}
-METHODS = {"core", *PARTS, "strategies"}
+PARTS = {"splits", "consistency", "codecs", "rules"}
+"""Each of them answers one question and knows nothing of the others."""
+TALK = {"collectives", "servers", "peers"}
+"""Parts in which ranks exchange messages: they may use what is exchanged, and how it is applied."""
+METHODS = {"core", *PARTS, *TALK, "strategies"}
 MAY_IMPORT = {
     "core": set(),
     **{part: {"core"} for part in PARTS},
+    **{part: {"core", "codecs", "rules", "consistency"} for part in TALK},
     "virtual": {"core"},
     "tasks": {"core"},
     "report": {"core", "__version__"},
-    "strategies": {"core", *PARTS},
+    "strategies": {"core", *PARTS, *TALK},
     "catalog": METHODS,
-    "result": {"core", "splits"},
     "runtime": {"core"},
-    "plan": {*METHODS, "virtual", "result", "runtime"},
-    "processes": {*METHODS, "tasks", "plan", "runtime"},
-    "jobs": {*METHODS, "virtual", "tasks", "report", "result", "plan", "processes", "runtime"},
-    "comparison": {"core", "virtual", "tasks", "report", "plan", "jobs", "tuning"},
-    "tuning": {"core", "catalog", "report"},
-    "streams": {"core", "splits"},
-    "training": METHODS,
-    "hands": {*METHODS, "streams", "training", "runtime"},
-    "cli": {
-        *METHODS,
-        "virtual",
-        "tasks",
-        "report",
-        "result",
-        "jobs",
-        "comparison",
-        "catalog",
-        "runtime",
-        "__version__",
-    },
+    "engines": {*METHODS, "virtual", "tasks", "runtime"},
+    "run": {*METHODS, "catalog", "virtual", "tasks", "report", "engines", "runtime"},
+    "cli": {*METHODS, "virtual", "tasks", "report", "run", "engines", "catalog", "runtime", "__version__"},
 }
 """What each folder, or module at the top, may import besides itself. `__init__` may import everything but the cli."""
 

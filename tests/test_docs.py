@@ -72,10 +72,23 @@ def test_the_readme_says_of_every_family_what_a_dead_worker_means():
     assert named - {"family"} == {method.family for method in methods().values()}
 
 
+def test_a_card_says_of_a_lost_worker_what_the_traits_say():
+    from manyhands.cli.explain import traits_of
+
+    module = generator()
+    for method in module.methods().values():
+        text = module.when_lost(method).lower()
+        continues = re.search(r"the run continues without (a lost (worker|client)|it\b)", text)
+        ends = re.search(r"a lost (worker|client) ends the run", text)
+        assert continues or ends, f"{method.name}: {text}"
+        says = "continues" if not ends or (continues and continues.start() < ends.start()) else "ends"
+        assert says == traits_of(method)["on_worker_loss"], f"{method.name}: {text}"
+
+
 def test_the_readme_has_every_exit_code():
     from manyhands.cli import HELP
     from manyhands.cli.train import STOPPED
-    from manyhands.runtime.failures import CODES
+    from manyhands.runtime.membership.error_codec import CODES
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     codes = {0, STOPPED, *(code for _, code in CODES)}

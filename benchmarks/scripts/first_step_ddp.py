@@ -26,4 +26,4 @@ for x, y in DataLoader(dataset, batch_size=32, sampler=DistributedSampler(datase
     with Path(os.environ["FIRST_STEP_FILE"]).open("a", encoding="ascii") as file:
         file.write(f"{time.time()!r}\n")
 dist.destroy_process_group()
-os._exit(0)  # gloo sometimes aborts while the interpreter is taken down; by now everything is measured
+os._exit(0)  # gloo sometimes aborts while the interpreter exits; everything is measured by now

@@ -1,4 +1,4 @@
-"""Drawing: a figure of plotly, given as a plain dict, becomes one page that needs nothing else."""
+"""Drawing: a figure of plotly, given as a plain dict, as one self-contained page."""
 
 import json
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 
 Figure = dict[str, Any]
-"""{"data": [...], "layout": {...}}, as plotly has it."""
+"""{"data": [...], "layout": {...}}, as in plotly."""
 
 HEAD = '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>manyhands</title>\n'
 
 
 def draw(figure: Figure, path: Path) -> str:
-    """Write the page, in a folder that is made if need be; returns what to say about it."""
+    """Write the page, creating its folder if need be; returns a line to print."""
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = json.dumps(figure, indent=1).replace("<", "\\u003c")
     show = 'const figure = JSON.parse(document.getElementById("numbers").textContent);\n'

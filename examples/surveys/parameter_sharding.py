@@ -1,16 +1,16 @@
-"""Parameter servers that keep whole layers, or equal stretches: how much faster do more workers make VGG-16?
+"""Parameter servers that keep whole layers or spans of equal size: the speed-up of VGG-16 with more workers.
 
 A paper on parameter sharding (VGG-16, ImageNet-1K, one server per two workers, 10 Gbit/s) reports in its Figure 2 that
 shards of equal size are 20 % faster than shards of whole layers with 4 workers, and 66 % with 8: one layer has three
-quarters of all weights, and everybody waits for the server that keeps it.
+quarters of all weights, and all workers wait for the server that keeps it.
 
-Here the method runs in a virtual cluster, with sizes only, and beside it stands a closed form:
+Here the method runs in a virtual cluster, with sizes only, beside a closed form:
 
     T = t_c + a max(N b / B, max_j P N_j b / B)
 
-N parameters of b bytes, N_j of them at server j, P workers, links of B bytes per second each way; a = 2, since nobody
-reads the new weights before all have pushed. The paper says neither how layers are assigned to servers nor how long a
-step computes (t_c). Both are parameters here, and t_c is fitted to the first of the paper's two numbers.
+N parameters of b bytes, N_j of them at server j, P workers, links of B bytes per second each way; a = 2, because the
+new weights are read only after all workers have pushed. The paper gives neither the assignment of layers to servers nor
+the compute time of a step (t_c). Both are parameters here, and t_c is fitted to the first of the paper's two numbers.
 
 Examples:
     parameter_sharding.py
@@ -28,29 +28,29 @@ from _drawing import Figure, draw
 
 import manyhands as mh
 from manyhands.core.flat import Flat
+from manyhands.core.sharding import WAYS
 from manyhands.core.worker import REFERENCE_FLOPS
 from manyhands.tasks import load
-from manyhands.topology.servers.sharding import WAYS
 
 WORKERS = (1, 2, 4, 8)
 PAPER = {4: 0.20, 8: 0.66}
-"""By how much shards of equal size are faster, for so many workers."""
+"""By how much shards of equal size are faster, by the number of workers."""
 RULES = {
     "round-robin": "layers in turn",
     "layer": "layers, the largest first",
     "blocks": "layers in blocks",
     "variables": "weights and biases in turn",
 }
-"""How layers may have been assigned; the library runs the first two."""
+"""Possible assignments of layers to servers; the library runs the first two."""
 BYTES = 4
 BANDWIDTH = 10e9 / 8
 WAYS_OF_A_STEP = 2
-"""a: weights come after gradients, not beside them."""
+"""a: weights are sent after gradients, not at the same time."""
 
 
 @cache
 def shard_sizes(rule: str, servers: int) -> list[int]:
-    """How many parameters each server keeps."""
+    """The number of parameters of each server."""
     variables = dict(load("vgg16").build(0).named_parameters())
     if rule in WAYS:
         return [sum(span.numel for span in spans) for spans in WAYS[rule](Flat(variables), servers)]
@@ -68,8 +68,8 @@ def servers_of(workers: int) -> int:
 
 def wire_seconds(rule: str, workers: int) -> float:
     """How long the busiest link is busy in one direction."""
-    kept = shard_sizes(rule, servers_of(workers))
-    return max(sum(kept), workers * max(kept)) * BYTES / BANDWIDTH
+    sizes = shard_sizes(rule, servers_of(workers))
+    return max(sum(sizes), workers * max(sizes)) * BYTES / BANDWIDTH
 
 
 def closed_form(rule: str, workers: int, compute_seconds: float) -> float:
@@ -78,7 +78,7 @@ def closed_form(rule: str, workers: int, compute_seconds: float) -> float:
 
 
 def fitted_seconds(rule: str) -> float:
-    """The t_c with which the closed form gives what the paper has for 4 workers."""
+    """The t_c with which the closed form gives the paper's number for 4 workers."""
     gap = PAPER[4]
     return WAYS_OF_A_STEP * (wire_seconds(rule, 4) - (1 + gap) * wire_seconds("size", 4)) / gap
 
@@ -108,7 +108,7 @@ def steps_by_run(rule: str, compute_seconds: float, steps: int) -> Steps:
 
 
 def speed_ups(seconds: dict[int, float]) -> list[float]:
-    """How many times as many samples per second as one worker."""
+    """Samples per second, relative to one worker."""
     return [workers * seconds[1] / seconds[workers] for workers in WORKERS]
 
 
@@ -117,7 +117,7 @@ def gap(steps: Steps, workers: int) -> float:
     return steps["layer"][workers] / steps["size"][workers] - 1
 
 
-def tell_speed_ups(formula: Steps, ours: Steps) -> None:
+def print_speed_ups(formula: Steps, ours: Steps) -> None:
     print(f"{'speed-up, by workers':24}" + "".join(f"{workers:11}" for workers in WORKERS))
     for how in ("layer", "size"):
         expected, found = speed_ups(formula[how]), speed_ups(ours[how])
@@ -126,7 +126,7 @@ def tell_speed_ups(formula: Steps, ours: Steps) -> None:
             print(f"{'by ' + how:9}{name:15}" + "".join(f"{x:11.2f}" for x in row))
 
 
-def tell_gaps(formula: Steps, ours: Steps, fitted: bool) -> None:
+def print_gaps(formula: Steps, ours: Steps, fitted: bool) -> None:
     print(f"\n{'size over layer':24}{'paper':>11}{'formula':>11}{'ours':>11}{'ours / paper':>14}")
     for workers, paper in PAPER.items():
         name = f"{workers} workers" + (", fitted" if fitted and workers == 4 else "")
@@ -134,18 +134,18 @@ def tell_gaps(formula: Steps, ours: Steps, fitted: bool) -> None:
         print(f"{name:24}{paper:>+11.0%}{one:>+11.1%}{other:>+11.1%}{other / paper:>14.2f}")
 
 
-def tell_difference(formula: Steps, ours: Steps) -> None:
-    """How far the run is from the closed form, and why."""
+def print_difference(formula: Steps, ours: Steps) -> None:
+    """The difference between the run and the closed form, with the reasons."""
     most = max(abs(ours[how][P] / formula[how][P] - 1) for how in ours for P in WORKERS)
     print(
-        f"\nA step of the run is within {most:.1%} of the formula. That leaves out that a server adds up gradients at\n"
-        "8 GB/s, that a worker's messages to several servers queue at its link, and that who is served first computes\n"
-        "while others wait."
+        f"\nA step of the run is within {most:.1%} of the formula, which leaves out that a server adds gradients at\n"
+        "8 GB/s, that a worker's messages to several servers queue at its link, and that the first worker to be\n"
+        "served computes while others wait."
     )
 
 
-def tell_rules(steps: int) -> None:
-    """All four ways to assign layers, each with a t_c of its own."""
+def print_rules(steps: int) -> None:
+    """All four assignments of layers, each with its own t_c."""
     print("\nFour ways to assign layers, each with its own t_c, fitted to +20 % with 4 workers:")
     print(f"{'':28}{'fullest of 2, of 4 servers':>28}{'wire s at 4, 8':>17}{'t_c':>9}{'at 8: formula':>15}{'ours':>9}")
     for rule, name in RULES.items():
@@ -158,10 +158,10 @@ def tell_rules(steps: int) -> None:
 
 
 CAUTION = """
-What this shows: with 1 and 2 workers, so one server, nothing differs; the gap grows with the number of servers. How
-large it is says little: the 20 % are an input, not a prediction, and layers in turn are our choice because they come
-closest to the 66 %, clearly by the formula, hardly in the runs. One constant and one of four rules against two numbers:
-consistent with the paper, and no more."""
+What this shows: with 1 and 2 workers, that is, one server, there is no difference; the gap grows with the number of
+servers. Its size shows little: the 20 % are an input, not a prediction, and layers in turn are our choice because they
+are closest to the 66 %, clearly by the formula, hardly in the runs. One constant and one of four rules against two
+numbers: consistent with the paper, and no more."""
 
 
 def figure_of(formula: Steps, ours: Steps) -> Figure:
@@ -181,11 +181,15 @@ def figure_of(formula: Steps, ours: Steps) -> Figure:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rule", choices=["round-robin", "layer"], default="round-robin", help="who keeps which layer")
+    parser.add_argument(
+        "--rule", choices=["round-robin", "layer"], default="round-robin", help="how layers are assigned to servers"
+    )
     parser.add_argument("--compute-seconds", type=float, help="t_c, how long a step computes; fitted if not given")
     parser.add_argument("--steps", type=int, default=8, help="how many steps are measured, 8 if not given")
     parser.add_argument("--small", action="store_true", help="two steps, and one way to assign layers")
-    parser.add_argument("--out", type=Path, default=Path("runs/surveys/parameter_sharding"), help="where to draw")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/surveys/parameter_sharding"), help="the folder of the figure"
+    )
     given = parser.parse_args(argv)
     for name in ("compute_seconds", "steps"):
         value = getattr(given, name)
@@ -204,12 +208,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"by layer: {RULES[given.rule]}, a CHOICE of ours")
     print(f"t_c = {t_c:.3f} s = a x {t_c / WAYS_OF_A_STEP:.3f} s, {why}\n")
     formula, ours = steps_by_formula(given.rule, t_c), steps_by_run(given.rule, t_c, steps)
-    tell_speed_ups(formula, ours)
-    tell_gaps(formula, ours, fitted)
-    tell_difference(formula, ours)
+    print_speed_ups(formula, ours)
+    print_gaps(formula, ours, fitted)
+    print_difference(formula, ours)
     if not given.small:
-        tell_rules(steps)
-    print(CAUTION if fitted else "\nt_c was given: how large the gaps are follows from it, that they grow does not.")
+        print_rules(steps)
+    print(CAUTION if fitted else "\nt_c was given: the size of the gaps follows from it, their growth does not.")
     print(draw(figure_of(formula, ours), given.out / "speed_up.html"))
 
 

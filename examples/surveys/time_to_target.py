@@ -1,13 +1,13 @@
-"""How soon do methods reach a target with more and more workers, some of them slow?
+"""Time to target of six methods with 4 to 64 workers, some of them slow.
 
-Surveys say what each method is good for; here BSP, SSP, Downpour, DC-ASGD, EASGD and BMUF train the same classifier in
-the same virtual clusters, with 4 to 64 workers. Every step takes now longer, now shorter, and one worker of eight takes
-twice as long. Learning rates are the defaults; where each worker's update counts in full (ssp, downpour, dc-asgd), they
-become less with more than eight workers. EASGD is asynchronous, as where its paper holds it against Downpour. Batches
-of a worker stay as large as they are.
+Surveys describe the strengths of each method; here BSP, SSP, Downpour, DC-ASGD, EASGD and BMUF train one classifier
+in the same virtual clusters, with 4 to 64 workers. The time of a step varies at random, and one worker of eight takes
+twice as long. Learning rates are the defaults; where updates of all workers are summed (ssp, downpour, dc-asgd), they
+are reduced with more than eight workers. EASGD is asynchronous, as in its paper's comparison with Downpour. The batch
+size per worker is constant.
 
-The setting decides: with one worker of eight always four times as slow, and no chance, SSP came later than BSP (0.80
-times as soon with 4 workers), for a bound on staleness waits for such a worker as well.
+The setting matters: with one worker of eight always four times as slow, and no random variation, SSP took longer than
+BSP (a speed-up of 0.80 with 4 workers), because bounded staleness waits for such a worker as well.
 
     python time_to_target.py                       # 4, 8, 16, 32 and 64 workers: six minutes
     python time_to_target.py --workers 4 16 --target 0.95 --seeds 3
@@ -26,7 +26,7 @@ from manyhands.tasks import load
 
 BATCH = 8
 WORK = 6e6
-"""Operations per sample: a step computes for about a millisecond, some times as long as its gradient travels."""
+"""Operations per sample: a step computes for about a millisecond, several times as long as sending its gradient."""
 FACTOR = 2
 JITTER = 0.6
 EVALUATIONS = 20
@@ -38,7 +38,7 @@ Found = dict[int, dict[str, Row]]
 
 
 def strategies(workers: int) -> dict[str, Any]:
-    """The methods; `less` is what a rate is multiplied with where updates of all workers add up."""
+    """The methods; `less` scales the learning rate where updates of all workers are summed."""
     less = min(1.0, 8 / workers)
     return {
         "bsp": mh.bsp(),
@@ -51,7 +51,7 @@ def strategies(workers: int) -> dict[str, Any]:
 
 
 def cluster(workers: int) -> mh.Cluster:
-    """One worker of every eight is slow, at least one, and all are at times."""
+    """One worker of every eight is slow, at least one, and all vary at random."""
     slow = mh.Slow(ranks=range(0, workers, 8), factor=FACTOR)
     return mh.Cluster(workers=workers, stragglers=slow, jitter=JITTER)
 
@@ -77,14 +77,14 @@ def seconds(row: Row) -> float | None:
 
 
 def times(a: Row, b: Row) -> str:
-    """How many times sooner b reaches the target than a."""
+    """The time to target of a, relative to that of b."""
     if seconds(a) is None or seconds(b) is None:
         return "not reached"
     return f"{seconds(a) / seconds(b):.2f}x"  # type: ignore[operator]
 
 
-def tell(found: Found, target: float) -> None:
-    print(f"virtual seconds until {target:.0%} of the test samples are right\n")
+def print_times(found: Found, target: float) -> None:
+    print(f"virtual seconds until {target:.0%} of the test samples are classified correctly\n")
     print(f"{'workers':12}" + "".join(f"{workers:>14}" for workers in found))
     for name in METHODS:
         cells = [seconds(rows[name]) for rows in found.values()]
@@ -94,8 +94,8 @@ def tell(found: Found, target: float) -> None:
         print(f"{name:12}" + "".join(f"{rows[name]['samples_per_second']:>14,.0f}" for rows in found.values()))
 
 
-def tell_claims(found: Found) -> None:
-    """What the papers say of themselves, and what came out here."""
+def print_claims(found: Found) -> None:
+    """The claims of the papers, and the results here."""
     first, last = min(found), max(found)
     few, many = found[first], found[last]
     growth = many["bmuf"]["samples_per_second"] / few["bmuf"]["samples_per_second"]
@@ -116,7 +116,7 @@ def tell_claims(found: Found) -> None:
         print(f"{claim:48}{paper:14}{here}")
     print(
         "\nThe papers trained speech and image models on real machines; this is a small classifier, whose times are "
-        "those of a\nformula. Who is sooner depends on the target, the learning rates and how slow the slow ones are: "
+        "those of a\nformula. The order depends on the target, the learning rates and the slowness of the stragglers: "
         "all are options."
     )
 
@@ -134,7 +134,7 @@ def figure_of(found: Found, target: float) -> Figure:
         for name in METHODS
     ]
     layout = {
-        "title": {"text": f"Virtual seconds until {target:.0%} are right"},
+        "title": {"text": f"Virtual seconds until {target:.0%} accuracy"},
         "xaxis": {"type": "log", "title": {"text": "workers"}, "tickvals": list(found)},
         "yaxis": {"type": "log", "title": {"text": "virtual seconds"}},
     }
@@ -144,11 +144,13 @@ def figure_of(found: Found, target: float) -> Figure:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32, 64], help="numbers of workers")
-    parser.add_argument("--target", type=float, default=0.93, help="the accuracy to be reached")
-    parser.add_argument("--epochs", type=float, default=20, help="passes over the data, whatever the method")
+    parser.add_argument("--target", type=float, default=0.93, help="the accuracy to reach")
+    parser.add_argument("--epochs", type=float, default=20, help="passes over the data, for every method")
     parser.add_argument("--seeds", type=int, default=1, help="repetitions; the median is shown")
-    parser.add_argument("--small", action="store_true", help="4 and 8 workers, 6 passes, whatever else is said")
-    parser.add_argument("--out", type=Path, default=Path("runs/surveys/time_to_target"), help="where to draw")
+    parser.add_argument("--small", action="store_true", help="4 and 8 workers, 6 passes; overrides the other options")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/surveys/time_to_target"), help="the folder of the figure"
+    )
     return parser.parse_args(argv)
 
 
@@ -157,8 +159,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.small:
         given.workers, given.epochs, given.target = [4, 8], 6, 0.8
     found = {n: run(n, given.target, given.epochs, given.seeds) for n in sorted(set(given.workers))}
-    tell(found, given.target)
-    tell_claims(found)
+    print_times(found, given.target)
+    print_claims(found)
     print(draw(figure_of(found, given.target), given.out / "time_to_target.html"))
 
 

@@ -1,14 +1,14 @@
-"""How much do parallel methods send? Three formulas of a survey, beside what is really sent in a virtual cluster.
+"""The traffic of parallel methods: three formulas of a survey beside counts from a virtual cluster.
 
 For a network of L layers with N neurons each, mini-batches of T samples, M of them per epoch, and K machines that (if
-they are synchronous) agree after every tau mini-batches of their own, Table 1 of the survey has, up to constants,
+synchronous) average after every tau mini-batches of their own, Table 1 of the survey has, up to constants,
 
-    synchronous SGD     N^2 L M / tau     a model per machine and agreement
+    synchronous SGD     N^2 L M / tau     a model per machine and average
     asynchronous SGD    N^2 L M           a model per mini-batch
     pipelined SGD       N T M             an activation per mini-batch, on each link
 
-Here each of them trains such a network with real gradients, and all numbers that cross a link are counted. An epoch is
-what two epochs send more than one, so that reading the outcome at the end does not count. Layers have biases.
+Here each of them trains such a network with real gradients, and all numbers that cross a link are counted. The count of
+an epoch is that of two epochs minus that of one, so that reading the result at the end is left out. Layers have biases.
 
 Reference: D. Yook, H. Lee, I. Yoo, A survey on parallel training algorithms for deep neural networks, 2020
 
@@ -31,17 +31,17 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from manyhands.core.protocols import Strategy
-from manyhands.topology.collectives.choose import SMALL
+from manyhands.collectives.choose import SMALL
+from manyhands.core.strategy import Strategy
 
 BYTES = 4
 RATE = 0.01
-"""Learning rates do not change what is sent."""
+"""The learning rate does not affect the traffic."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The survey's letters."""
+    """The parameters, in the survey's letters."""
 
     N: int = 256
     L: int = 8
@@ -51,14 +51,14 @@ class Setting:
     tau: int = 10
 
     def task(self) -> mh.Task:
-        """Learn to give back what comes in, of an epoch of M mini-batches."""
+        """An autoencoder; an epoch has M mini-batches."""
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(self.M * self.T, self.N, generator=generator)
         return mh.Task(model=self.network, data=TensorDataset(x, x), loss=mse_loss, batch_size=self.T, name="mlp")
 
     @property
     def biases(self) -> Fraction:
-        """How many parameters there are for each weight."""
+        """The number of parameters per weight."""
         return 1 + Fraction(1, self.N)
 
     def network(self) -> nn.Sequential:
@@ -67,7 +67,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """A method, the survey's formula, and by what factor what we send should differ from it."""
+    """A method, the survey's formula, and the expected ratio of our count to it."""
 
     family: str
     method: str
@@ -78,11 +78,11 @@ class Row:
     strategy: Strategy
     servers: int = 0
     links: int = 1
-    """Over how many links it is spread evenly: the survey counts one of them."""
+    """The number of links with equal traffic: the survey counts one of them."""
 
 
 def rows(s: Setting) -> list[Row]:
-    """The table to be filled."""
+    """The rows of the table, before counting."""
     return [
         through_a_server(s, "synchronous", "bsp-server", "N^2 L M, tau = 1", mh.bsp_server(lr=RATE)),
         averaged(s),
@@ -93,50 +93,50 @@ def rows(s: Setting) -> list[Row]:
 
 
 def through_a_server(s: Setting, family: str, method: str, paper: str, strategy: Strategy) -> Row:
-    why = "2: weights come, gradients go; 1 + 1/N: biases"
+    why = "2: weights in, gradients out; 1 + 1/N: biases"
     formula, constant = Fraction(s.N**2 * s.L * s.M), 2 * s.biases
     return Row(family, method, paper, formula, constant, why, strategy, servers=1)
 
 
 def averaged(s: Setting) -> Row:
-    why = "2 (K - 1) / K: a machine's part in a sum over all; 1 + 1/N: biases"
+    why = "2 (K - 1) / K: a machine's share of an all-reduce; 1 + 1/N: biases"
     formula, constant = Fraction(s.N**2 * s.L * s.M, s.tau), Fraction(2 * (s.K - 1), s.K) * s.biases
     strategy = mh.model_averaging(lr=RATE, period=s.tau)
     return Row("synchronous", "model-averaging", "N^2 L M / tau", formula, constant, why, strategy)
 
 
 def piped(s: Setting) -> Row:
-    why = "2: activations go up a link, errors come down; an inner stage has two links, none carries weights"
+    why = "2: activations forward, gradients back; an inner stage has two links, and no weights are sent"
     formula, constant = Fraction(s.N * s.T * s.M), Fraction(2)
     return Row("pipelined", "pipedream", "N T M", formula, constant, why, mh.pipedream(lr=RATE), links=s.K - 1)
 
 
 def count(row: Row, s: Setting) -> Fraction:
-    """How many numbers an epoch sends over a link."""
+    """The numbers sent over one link in an epoch."""
     cluster = mh.Cluster(workers=s.K, servers=row.servers)
     once, twice = (mh.train(s.task(), row.strategy, cluster=cluster, epochs=epochs).bytes_sent for epochs in (1, 2))
     return Fraction(twice - once, BYTES * row.links)
 
 
-def tell_table(table: Sequence[Row], counted: Sequence[Fraction]) -> None:
+def print_table(table: Sequence[Row], counted: Sequence[Fraction]) -> None:
     print(f"{'':14}{'method':17}{'paper':18}{'formula':>12}{'ours':>14}{'ratio':>8}{'explained':>11}")
     for row, ours in zip(table, counted, strict=True):
         numbers = f"{float(row.formula):>12,.0f}{float(ours):>14,.0f}{float(ours / row.formula):>8.4f}"
         print(f"{row.family:14}{row.method:17}{row.paper:18}{numbers}{float(row.constant):>11.4f}")
-    print("\nwhere the ratios come from:")
+    print("\nthe ratios:")
     for row in table:
         print(f"{row.method:17}{row.why}")
 
 
-def tell_quotient(s: Setting, table: Sequence[Row], counted: Sequence[Fraction]) -> None:
+def print_quotient(s: Setting, table: Sequence[Row], counted: Sequence[Fraction]) -> None:
     """The survey's argument for pipelines."""
     ours = {row.method: found for row, found in zip(table, counted, strict=True)}
     quotient, expected = ours["downpour"] / ours["pipedream"], Fraction(s.N * s.L, s.T)
     print(f"\n{'asynchronous / pipelined':31}{'N L / T':18}{float(expected):>12.2f}{float(quotient):>14.2f}", end="")
     print(f"{float(quotient / expected):>8.4f}{float(s.biases):>11.4f}")
     print(
-        f"That is all that {s.K} workers exchange with their server against one link of the pipeline; against all "
-        f"{s.K - 1} of them\nit is {float(quotient / (s.K - 1)):.2f}. A link of the pipeline carries less as long as "
+        f"This compares all traffic of {s.K} workers with their server to one link of the pipeline; for all "
+        f"{s.K - 1} links\nit is {float(quotient / (s.K - 1)):.2f}. A link of the pipeline carries less as long as "
         f"T < N L, here {s.T} < {s.N * s.L:,}."
     )
 
@@ -162,16 +162,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=usual.T, help="T, samples of a mini-batch")
     parser.add_argument("--batches", type=int, default=usual.M, help="M, mini-batches of an epoch, a multiple of K tau")
     parser.add_argument("--workers", type=int, default=usual.K, help="K, machines")
-    parser.add_argument("--period", type=int, default=usual.tau, help="tau, own mini-batches between two agreements")
-    parser.add_argument("--small", action="store_true", help="a network that takes two seconds, whatever else is said")
-    parser.add_argument("--out", type=Path, default=Path("runs/surveys/traffic_table"), help="where to draw")
+    parser.add_argument("--period", type=int, default=usual.tau, help="tau, mini-batches between two averages")
+    parser.add_argument(
+        "--small", action="store_true", help="a network that takes two seconds; overrides the other options"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/surveys/traffic_table"), help="the folder of the figure")
     given = parser.parse_args(argv)
     refuse(parser, given)
     return given
 
 
 def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Only whole rounds can be counted to the last number; short vectors are summed in another way."""
+    """Refuse settings without an exact count: incomplete rounds, and vectors that another algorithm sums."""
     if given.workers < 2 or given.period < 1 or given.batches % (given.workers * given.period):
         parser.error(f"batches is {given.batches}, but must be a multiple of {given.workers} workers x {given.period}")
     if given.layers * given.neurons**2 * BYTES <= SMALL:
@@ -185,8 +187,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"numbers sent per epoch; N = {s.N}, L = {s.L}, T = {s.T}, M = {s.M}, K = {s.K}, tau = {s.tau}\n")
     table = rows(s)
     counted = [count(row, s) for row in table]
-    tell_table(table, counted)
-    tell_quotient(s, table, counted)
+    print_table(table, counted)
+    print_quotient(s, table, counted)
     print(draw(figure_of(s, table, counted), given.out / "traffic.html"))
 
 

@@ -1,7 +1,7 @@
-"""manyhands: train one network with many workers, by every method the literature knows, on one interface.
+"""manyhands: train one network with many workers, by every method of the literature, on one interface.
 
-Here are the public names and nothing else: those below, and every method of the catalog. They are imported
-when first used, so that asking the command line for help does not wait for torch.
+This file has the public names and nothing else: those below, and every method of the catalog. Each is imported when it
+is first used, so that the help of the command line does not wait for torch.
 """
 
 from importlib import import_module
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands import codecs, rules, splits
     from manyhands.catalog import *  # noqa: F403
-    from manyhands.comparison import Comparison, compare
     from manyhands.core.errors import ChangedInFlight, Deadlock, Diverged, ManyhandsError, PeerLost, Refused
     from manyhands.core.task import Task
-    from manyhands.hands import Hands, join
-    from manyhands.jobs import train
-    from manyhands.result import Result
+    from manyhands.engines.local import Local
+    from manyhands.run.compare import Comparison, compare
+    from manyhands.run.join import Hands, join
+    from manyhands.run.result import Result
+    from manyhands.run.train import train
     from manyhands.runtime.checkpoint import load_checkpoint
     from manyhands.virtual.cluster import Cluster
     from manyhands.virtual.faults import CutLink, Die, Slow, SlowLink, Stop
@@ -25,12 +26,13 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "manyhands.codecs": ["codecs"],
-    "manyhands.comparison": ["Comparison", "compare"],
+    "manyhands.run.compare": ["Comparison", "compare"],
     "manyhands.core.errors": ["ChangedInFlight", "Deadlock", "Diverged", "ManyhandsError", "PeerLost", "Refused"],
     "manyhands.core.task": ["Task"],
-    "manyhands.hands": ["Hands", "join"],
-    "manyhands.jobs": ["train"],
-    "manyhands.result": ["Result"],
+    "manyhands.engines.local": ["Local"],
+    "manyhands.run.join": ["Hands", "join"],
+    "manyhands.run.train": ["train"],
+    "manyhands.run.result": ["Result"],
     "manyhands.rules": ["rules"],
     "manyhands.runtime.checkpoint": ["load_checkpoint"],
     "manyhands.splits": ["splits"],
@@ -49,6 +51,7 @@ __all__ = [
     "Die",
     "Diverged",
     "Hands",
+    "Local",
     "ManyhandsError",
     "PeerLost",
     "Refused",

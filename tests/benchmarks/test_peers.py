@@ -75,11 +75,11 @@ def test_exactly_the_memory_is_filled():
     here, there = socket.socketpair()
     sent, got = torch.arange(300_000.0), torch.zeros(300_000)
     with here, there:
-        sender = threading.Thread(target=lambda: [here.sendall(server.bytes_of(sent)), here.sendall(b"more")])
-        sender.start()
+        encoder = threading.Thread(target=lambda: [here.sendall(server.bytes_of(sent)), here.sendall(b"more")])
+        encoder.start()
         server.fill(server.bytes_of(got), there)
         assert torch.equal(sent, got) and there.recv(10) == b"more"
-        sender.join()
+        encoder.join()
 
 
 class InPieces:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from manyhands.cli import bench, main
-from manyhands.report.progress import Lines
+from manyhands.report.progress import ProgressLines
 
 SOURCE = '''"""How fast nothing is.
 
@@ -47,7 +47,7 @@ def test_they_are_inside_an_installed_package_or_beside_its_source(tmp_path):
 
 
 def test_goals(package):
-    results = bench.measure(bench.benchmarks()["nothing"], Lines())
+    results = bench.measure(bench.benchmarks()["nothing"], ProgressLines())
     assert [result["met"] for result in results] == [True, False, None]
 
 
@@ -57,7 +57,7 @@ def test_a_benchmark_finds_what_it_shares_with_others(tmp_path, monkeypatch):
     sharing = "from _shared_by_two import VALUE\ndef run(progress):\n    return [{'name': 'n', 'value': VALUE}]\n"
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text(sharing)
-        assert bench.measure(tmp_path / name, Lines()) == [{"name": "n", "value": 7, "met": None}]
+        assert bench.measure(tmp_path / name, ProgressLines()) == [{"name": "n", "value": 7, "met": None}]
     assert sys.path.count(str(tmp_path)) == 1 and sys.path[-1] == str(tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_one_that_is_asked_to_stop_tidies_up(tmp_path, monkeypatch):
     (tmp_path / "stopped.py").write_text(STOPPED)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
-        bench.measure(tmp_path / "stopped.py", Lines())
+        bench.measure(tmp_path / "stopped.py", ProgressLines())
     assert ended.value.code == 143
     assert (tmp_path / "stopped.tidy").exists()
     assert signal.getsignal(signal.SIGTERM) is before

@@ -149,9 +149,9 @@ def test_a_row_counts_what_it_is_told():
     assert row.cells()[:2] == ["bsp", "waits"]
     row.begin("").start(128, "digits")
     row.step({**step(0, 1, 0.0, 2.0, loss=1.0, bytes=1000, wait=0.5), "samples": 32})
-    row.step({"evaluated": 1, "time": 3.0, "accuracy": 0.75, "samples": 0})
+    row.step({"kind": "evaluation", "evaluated": 1, "time": 3.0, "accuracy": 0.75, "samples": 0})
     row.step({**step(1, 1, 0.0, 4.0, loss=2.0, bytes=3000, lag=2, wait=1.0), "samples": 32})
     name, state, loss, accuracy, rate, sent, lag, waiting, reached = row.cells()
     assert (name, state, loss, accuracy) == ("bsp", "1 of 2, 50%", "1.1000", "0.7500")
     assert (rate, sent, lag, waiting, reached) == ("16", "4 kB", "1", "25 %", "3 s")
-    assert header()["format"] == 1
+    assert header()["format"] == 2

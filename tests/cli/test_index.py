@@ -3,19 +3,20 @@
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from textwrap import dedent
 from typing import Literal, get_args
 
 import pytest
 
-from manyhands.cli.explain import facts, find
+from manyhands.cli.explain import LABELS, facts, find, trait_lines, traits_of
 from manyhands.cli.index import PACKAGE, Loop, methods, read_card
-from manyhands.cli.options import Run
+from manyhands.cli.options import RunOptions
 
 RECIPES = '''
     """A family."""
 
-    raise RuntimeError("nobody may run this")
+    raise RuntimeError("this must not run")
 
     Mode = Literal["plain", "fancy"]
     RAW = Raw()
@@ -127,7 +128,9 @@ def test_every_card_is_complete(method):
     assert card.summary.endswith(".") and card.text and re.search(r"\b(19|20)\d\d\b", card.paper)
     assert card.loops and all(find(PACKAGE, loop) for loop in card.loops), card.loops
     assert set(card.args) == {knob.name for knob in method.knobs}
-    assert not {knob.name for knob in method.knobs} & set(Run.__annotations__), "a knob hides an option of every run"
+    assert not {knob.name for knob in method.knobs} & set(RunOptions.__annotations__), (
+        "a knob hides an option of every run"
+    )
 
 
 @pytest.mark.parametrize("method", methods().values(), ids=methods())
@@ -150,3 +153,11 @@ def test_the_command_line_does_not_import_torch():
     code += "print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "False"
+
+
+def test_explain_has_words_for_every_trait():
+    from manyhands.core.strategy import Traits
+
+    assert list(LABELS) == [field.name for field in fields(Traits)]
+    assert "in lock step: yes" in trait_lines(traits_of(methods()["bsp"]))
+    assert "when a worker is lost: the run continues" in trait_lines(traits_of(methods()["ssp"]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manyhands.cli.parts import Part, exported, read, split
+from manyhands.cli.parts import PartSpec, exported, read, split
 from manyhands.codecs import Feedback, TopK, WarmUp
 from manyhands.core.errors import Refused
 from manyhands.rules import Adagrad, Sgd
@@ -16,7 +16,7 @@ def test_names_come_from_the_folders():
 
 def test_nested_parts_are_read_without_building():
     part = read("feedback(topk(0.01))", "Codec")
-    assert part == Part("codecs", "Feedback", (Part("codecs", "TopK", (0.01,)),))
+    assert part == PartSpec("codecs", "Feedback", (PartSpec("codecs", "TopK", (0.01,)),))
 
 
 def test_a_name_that_two_kinds_have_is_that_of_the_kind_asked_for():
@@ -25,7 +25,7 @@ def test_a_name_that_two_kinds_have_is_that_of_the_kind_asked_for():
 
 
 def test_case_and_parentheses_do_not_matter():
-    assert read("RAW", "Codec") == read("raw()", "Codec") == Part("codecs", "Raw")
+    assert read("RAW", "Codec") == read("raw()", "Codec") == PartSpec("codecs", "Raw")
 
 
 def test_values():

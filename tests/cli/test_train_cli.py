@@ -110,7 +110,7 @@ def test_list_as_a_table(manyhands):
 def test_explain_leads_to_the_loops(manyhands):
     text = manyhands("explain", "ssp").stdout
     assert "--staleness" in text and "Q. Ho et al." in text
-    assert re.search(r"strategies/server\.py:\d+", text) and re.search(r"topology/servers/\w+\.py:\d+", text)
+    assert re.search(r"strategies/server\.py:\d+", text) and re.search(r"servers/\w+\.py:\d+", text)
     assert "def step(" in text
 
 

@@ -1,4 +1,4 @@
-"""`manyhands train` on real processes: what is printed, how it ends, and how one goes on after a stop."""
+"""`manyhands train` on real processes: what is printed, how it ends, and how a stopped run is resumed."""
 
 import json
 import re
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.options import Run
-from manyhands.cli.train import machines, summary, without
+from manyhands.cli.options import RunOptions
+from manyhands.cli.train import engine, summary, without
+from manyhands.engines.local import Local
 from manyhands.runtime.checkpoint import load_checkpoint
+from manyhands.virtual.cluster import Cluster
 
 COMMAND = [sys.executable, "-m", "manyhands.cli"]
 MORTAL = '''
@@ -113,12 +115,12 @@ def training(tmp_path):
         running.kill()
 
 
-def test_sigterm_stops_and_saves_and_says_how_to_go_on(training, manyhands, tmp_path):
+def test_sigterm_stops_and_saves_and_prints_how_to_resume(training, manyhands, tmp_path):
     training.terminate()
     out, err = training.communicate()
     assert training.returncode == 143, err
     step, saved, command = re.fullmatch(
-        r"manyhands: stopped at step (\d+), saved in (\S+); to go on: manyhands (.+)", err.splitlines()[-1]
+        r"manyhands: stopped at step (\d+), saved in (\S+); to resume: manyhands (.+)", err.splitlines()[-1]
     ).groups()
     result = json.loads(out)
     assert 800 <= result["stopped_at"] == int(step) < 8000
@@ -140,16 +142,17 @@ def test_ctrl_c_ends_with_130(training):
     assert err.splitlines()[-1] == "manyhands: interrupted" and "Traceback" not in err
 
 
-def test_what_is_said_about_machines_is_handed_on():
-    assert machines(Run()) == {"workers": 2}
-    words = {"workers": 3, "servers": 1, "link": "tcp", "bind": "127.0.0.2"}
-    assert machines(Run(**words)) == words
+def test_options_give_the_engine():
+    assert engine(RunOptions()) == Local(workers=2)
+    given = {"workers": 3, "servers": 1, "link": "tcp", "bind": "127.0.0.2", "spares": 1}
+    assert engine(RunOptions(**given)) == Local(**given)
+    assert engine(RunOptions(virtual=True, workers=8)) == Cluster(workers=8)
 
 
 @pytest.mark.parametrize(
     "words", [["ssp", "--resume", "old", "--json"], ["ssp", "--resume=old", "--json"], ["ssp", "--json"]]
 )
-def test_the_command_to_go_on_resumes_once(words):
+def test_the_command_to_resume_resumes_once(words):
     assert without("--resume", words) == ["ssp", "--json"]
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from manyhands.codecs import native
+from manyhands.codecs import vector_kernels
 
 
 @pytest.fixture(params=["c", "torch"])
 def with_or_without_kernels(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(native, "compiled", lambda *_: None)
-    elif not native.loaded():
+        monkeypatch.setattr(vector_kernels, "compiled", lambda *_: None)
+    elif not vector_kernels.loaded():
         pytest.skip("the kernels are not compiled here")

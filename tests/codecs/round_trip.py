@@ -1,10 +1,10 @@
-"""There and back."""
+"""Encode and decode."""
 
 import torch
 
 
 def through(codec, x, memory=None):
-    """What the other end makes of it."""
+    """The decoded payload of a vector."""
     out = torch.full_like(x, torch.nan)
     codec.decode(codec.encode(x, memory), out)
     return out

@@ -1,4 +1,4 @@
-"""Deep gradient compression: what it equals when everything is sent, masking, clipping, and its memory."""
+"""Deep gradient compression: SGD with momentum if everything is sent, masking, clipping, and the memory."""
 
 import math
 

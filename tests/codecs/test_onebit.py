@@ -1,4 +1,4 @@
-"""One bit: the pinned example, what the two means are good for, and which numbers share them."""
+"""One bit: the pinned example, the error of the two means, and which numbers share them."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_an_empty_mean_is_0():
         ((1, 3), 0, 3),
     ],
 )
-def test_who_shares_two_means(shape, block, groups):
+def test_which_numbers_share_two_means(shape, block, groups):
     x, codec = torch.ones(shape), OneBit(block)
     bits, means = codec.encode(x, None)
     assert (bits.numel(), means.numel()) == (-(-x.numel() // 8), 2 * groups)

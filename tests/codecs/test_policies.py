@@ -5,10 +5,10 @@ import torch
 from round_trip import through
 
 from manyhands.codecs import ByLayer, Dgc, Feedback, Half, OneBit, SampledTopK, Strom, TopK, WarmUp
+from manyhands.core.codec import Warms
+from manyhands.core.encoder import codec_for_span
 from manyhands.core.errors import BadPayload
-from manyhands.core.flat import Place, Span
-from manyhands.core.protocols import Warms
-from manyhands.core.sending import over
+from manyhands.core.flat import ParamSlot, Span
 
 # -- by layer ------------------------------------------------------------------------------------------
 
@@ -18,15 +18,26 @@ def test_small_parameters_go_another_way():
     assert [part.dtype for part in codec.encode(torch.randn(9), None)] == [torch.float16]
     assert [part.numel() for part in codec.encode(torch.randn(10), None)] == [1, 1]
     assert (codec.nbytes(torch.empty(9)), codec.nbytes(torch.empty(10))) == (18, 8)
-    assert codec.chosen(torch.empty(3, 3)) == Half()
+    assert [part.dtype for part in codec.encode(torch.randn(3, 3), None)] == [torch.float16]
 
 
 def test_by_itself_it_makes_a_codec_one_by_parameter():
-    places = [Place("a", Span(0, 0, 6), torch.Size([2, 3]), 0), Place("b", Span(0, 6, 10), torch.Size([4]), 1)]
+    slots = [ParamSlot("a", Span(0, 0, 6), torch.Size([2, 3]), 0), ParamSlot("b", Span(0, 6, 10), torch.Size([4]), 1)]
     x = torch.tensor([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 0.1, 0.2, 0.3, 0.4])
     alone, together = ByLayer(TopK(0.25)), TopK(0.3)
-    assert through(over(alone, Span(0, 0, 10), places), x).tolist() == [9, 8, 0, 0, 0, 0, 0, 0, 0, pytest.approx(0.4)]
-    assert through(over(together, Span(0, 0, 10), places), x).count_nonzero() == 3
+    assert through(codec_for_span(alone, Span(0, 0, 10), slots), x).tolist() == [
+        9,
+        8,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        pytest.approx(0.4),
+    ]
+    assert through(codec_for_span(together, Span(0, 0, 10), slots), x).count_nonzero() == 3
 
 
 def test_what_was_not_used_of_a_small_parameter_is_sent_again():
@@ -82,7 +93,7 @@ def test_stages_and_the_first_one_are_knobs():
     [TopK(0.01), SampledTopK(0.01, 0.5), Feedback(TopK(0.01)), Dgc(TopK(0.01), 0.5), ByLayer(Feedback(TopK(0.01)), 3)],
     ids=lambda codec: type(codec).__name__,
 )
-def test_what_any_stage_has_made_is_decoded(codec):
+def test_the_payload_of_any_stage_is_decoded(codec):
     warm, x = WarmUp(codec, steps=10), torch.randn(1000)
     assert type(warm.at(0)) is type(codec)
     assert warm.by_parameter == codec.by_parameter
@@ -97,7 +108,7 @@ def test_what_any_stage_has_made_is_decoded(codec):
         assert torch.equal(out, expected)
 
 
-def test_what_no_stage_has_made_is_refused():
+def test_a_payload_of_no_stage_is_refused():
     out = torch.full((1000,), 9.0)
     with pytest.raises(BadPayload):
         WarmUp(TopK(0.01), steps=10).decode(TopK(0.5).encode(torch.randn(1000), None), out)

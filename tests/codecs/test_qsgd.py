@@ -37,7 +37,8 @@ def test_the_pinned_example(dtype, levels, low, chances, variance, bound):
 def test_as_many_bits_as_the_levels_need(levels, bits, nbytes):
     codec = Qsgd(levels, bucket=2)
     codes, norms = codec.encode(torch.randn(5), None)
-    assert (codec.bits, codes.numel(), norms.numel()) == (bits, nbytes, 3)
+    assert (codes.numel(), norms.numel()) == (nbytes, 3)
+    assert codec.nbytes(torch.empty(8)) == bits + 4 * 4
 
 
 def test_numbers_on_a_level_stay_there():
@@ -72,7 +73,7 @@ def test_the_bounds_of_the_paper(numel):
 
 
 def test_a_code_beyond_the_levels_is_refused():
-    with pytest.raises(BadPayload, match="a code of more than 14 came"):
+    with pytest.raises(BadPayload, match="a code is larger than 14"):
         Qsgd(7).decode((torch.tensor([0x7F], dtype=torch.uint8), torch.ones(1)), torch.empty(2))
     with pytest.raises(BadPayload, match="the last byte is 23, but its last 1 codes must be 7"):
         Qsgd(7).decode((torch.tensor([0x17], dtype=torch.uint8), torch.ones(1)), torch.empty(1))
@@ -110,9 +111,9 @@ def test_code_words_are_read_as_they_were_written():
     codes, lengths = elias.omega(numbers)
     bits = elias.written(codes, lengths)
     value, size = elias.omegas(bits)
-    places = np.cumsum(lengths) - lengths
-    assert (value[places] == numbers).all()
-    assert (size[places] == lengths).all()
+    slots = np.cumsum(lengths) - lengths
+    assert (value[slots] == numbers).all()
+    assert (size[slots] == lengths).all()
 
 
 def test_the_pinned_stream():
@@ -150,7 +151,7 @@ def test_a_long_stream_is_read_piece_by_piece(monkeypatch):
     payload = Elias().encode(x, None)
     expected, out = torch.empty(3000), torch.empty(3000)
     Elias().decode(payload, expected)
-    monkeypatch.setattr(elias, "STRETCH", 50)
+    monkeypatch.setattr(elias, "READ_BITS", 50)
     Elias().decode(payload, out)
     assert torch.equal(out, expected)
 
@@ -159,19 +160,19 @@ def test_a_long_stream_is_read_piece_by_piece(monkeypatch):
     ("count", "stream", "message"),
     [
         (3, "001000111010000", None),
-        (2, "001000111010000", "its numbers end at 10"),
-        (4, "001000111010000", "ends before all"),
-        (5, "001000111010000", "5 numbers came, but must be 0 to 4"),
-        (-1, "001000111010000", "-1 numbers came, but must be 0 to 4"),
-        (3, "00100011101000000", "its numbers end at 15"),
-        (3, "0010001110100001", "its numbers end at 15"),
-        (1, "10101000", "an index of 4 came"),
-        (1, "001110000", "a level of 8"),
-        (1, "1" * 64, "ends before all"),
-        (1, "11" + "1111" + "1" + "0" * 15 + "1" + "0" * 600, "holds none"),
+        (2, "001000111010000", "its numbers end at bit 10"),
+        (4, "001000111010000", "ends before the last"),
+        (5, "001000111010000", "nonzero levels is 5, but must be >= 0 and <= 4"),
+        (-1, "001000111010000", "nonzero levels is -1, but must be >= 0 and <= 4"),
+        (3, "00100011101000000", "its numbers end at bit 15"),
+        (3, "0010001110100001", "its numbers end at bit 15"),
+        (1, "10101000", "the last index 4, but must be <= 7, < 4"),
+        (1, "001110000", "the highest level is 8"),
+        (1, "1" * 64, "ends before the last"),
+        (1, "11" + "1111" + "1" + "0" * 15 + "1" + "0" * 600, "holds a code that is too long"),
     ],
 )
-def test_a_stream_that_nobody_wrote_is_refused(count, stream, message):
+def test_a_broken_stream_is_refused(count, stream, message):
     bits = to_bytes(np.array([*map(int, stream)], np.uint8))
     payload, out = (torch.tensor([count], dtype=torch.int32), bits, torch.full((1,), 7.0)), torch.full((4,), 9.0)
     if message is None:

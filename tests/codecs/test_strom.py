@@ -38,9 +38,9 @@ def test_a_word_has_no_room_for_a_longer_vector():
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [([-2], "a word of -2"), ([8], "indices from 4 to 4"), ([4, 2], "indices"), ([2, 3], "indices")],
+    [([-2], "a word is -2, but must be >= 0"), ([8], "indices are 4 to 4"), ([4, 2], "indices"), ([2, 3], "indices")],
 )
-def test_words_that_nobody_wrote_are_refused(words, message):
+def test_broken_words_are_refused(words, message):
     with pytest.raises(BadPayload, match=message):
         Strom(1).decode((torch.tensor(words, dtype=torch.int32),), torch.empty(4))
 
@@ -114,16 +114,16 @@ def test_no_vector_needs_more_than_two_bits_a_number():
     [
         (2, "00" + "101", None),
         (4, "00" + "101", "ends before the last"),
-        (1, "00" + "101", "its numbers end at 3"),
-        (9, "00" + "101", "9 numbers came"),
-        (-1, "00" + "101", "-1 numbers came"),
-        (2, "00" + "11110" + "1", "an index of 5 came"),
+        (1, "00" + "101", "its numbers end at bit 3"),
+        (9, "00" + "101", "the count is 9, but must be >= 0 and <= 4"),
+        (-1, "00" + "101", "the count is -1, but must be"),
+        (2, "00" + "11110" + "1", "an index is 5, but must be < 4"),
         (2, "11111111", "ends before the last"),
-        (2, "00" + "101" + "0" * 8, "its numbers end at 5"),
-        (2, "00" + "101" + "001", "its numbers end at 5"),
+        (2, "00" + "101" + "0" * 8, "its numbers end at bit 5"),
+        (2, "00" + "101" + "001", "its numbers end at bit 5"),
     ],
 )
-def test_a_stream_that_nobody_wrote_is_refused(count, bits, message):
+def test_a_broken_stream_is_refused(count, bits, message):
     """Two of four numbers: k = 0."""
     payload = torch.tensor([count], dtype=torch.int32), to_bytes(np.array([*map(int, bits)], np.uint8))
     out = torch.full((4,), 9.0)

@@ -111,7 +111,10 @@ def test_without_clipping_it_is_qsgd_with_one_level():
     assert all(map(torch.equal, ternary, Qsgd(levels=1, bucket=1001, norm="max").encode(x, None)))
 
 
-def test_a_code_that_stands_for_nothing_is_refused():
-    for codes, message in ([3, 84], "a code of 3"), ([146, 4], "the last byte is 4, but its last 3 codes must be 1"):
+def test_a_code_out_of_range_is_refused():
+    for codes, message in (
+        ([3, 84], "a code is 3, but must be 0, 1 or 2"),
+        ([146, 4], "the last byte is 4, but its last 3 codes must be 1"),
+    ):
         with pytest.raises(BadPayload, match=message):
             TernGrad().decode((torch.tensor(codes, dtype=torch.uint8), torch.ones(1)), torch.empty(5))

@@ -1,21 +1,42 @@
-"""Every consistency, on all interleavings of a few workers: bounds hold, nobody is stuck, nothing is lost."""
+"""Every consistency (EXAMPLES of manyhands/consistency), on all interleavings of a few workers.
 
+Bounds hold, no worker is stuck, and no gradient is lost.
+"""
+
+import collections
 import functools
 import random
 
 import pytest
 import torch
+from part_modules import check_module, classes_with, examples, members_of, modules, public_members
 
+from manyhands import consistency
 from manyhands.codecs import Raw
-from manyhands.consistency import Bulk, Free, Quorum, Stale
-from manyhands.core.flat import Place, Span
-from manyhands.core.holding import Holding
+from manyhands.core.consistency import OPTIONAL, Consistency, Picks
+from manyhands.core.flat import ParamSlot, Span
+from manyhands.core.weight_slice import WeightSlice
 from manyhands.rules import Sgd
-from manyhands.topology.servers.inbox import inbox_of
-from manyhands.topology.servers.ledger import NEVER, Ledger
-from manyhands.topology.servers.shard import Shard
+from manyhands.servers.clock_table import NEVER, ClockTable
+from manyhands.servers.pending_gradients import PendingGradients
+from manyhands.servers.shard import Shard
 
-ALL = [Bulk(), Stale(0), Stale(1), Stale(2), Free()]
+MODULES = modules(consistency)
+EXAMPLES = examples(consistency)
+
+
+def those(condition):
+    """The consistencies for which a test applies."""
+    found = {name: when for name, when in EXAMPLES.items() if condition(when)}
+    return pytest.mark.parametrize("when", found.values(), ids=found.keys())
+
+
+class RecordingShard(Shard):
+    """A shard that records of each update the workers and the lags of its gradients."""
+
+    def _update(self, group, read):
+        self.__dict__.setdefault("updates", []).append([(one.worker, self.clocks.version - one.seen) for one in group])
+        super()._update(group, read)
 
 
 class Play:
@@ -24,21 +45,28 @@ class Play:
     def __init__(self, when, workers, clocks):
         self.workers, self.clocks = range(workers), clocks
         weights = torch.zeros(1, dtype=torch.float64)
-        place = Place("w", Span(0, 0, 1), weights.shape, 0)
-        holding = Holding(Span(0, 0, 1), weights, [place], Sgd(1.0))
-        self.shard = Shard([holding], when, Ledger(workers, 0), inbox_of([Raw()]), batch_size=1)
+        slot = ParamSlot("w", Span(0, 0, 1), weights.shape, 0)
+        weight_slice = WeightSlice(Span(0, 0, 1), weights, [slot], Sgd(1.0))
+        when = when.among(workers) if isinstance(when, Picks) else when
+        pending = PendingGradients([Raw()], [weights], "never")
+        self.shard = RecordingShard([weight_slice], when, ClockTable(workers, 0), pending, batch_size=1)
         self.clock = [0] * workers
         self.state = ["wants to read"] * workers
         self.seen = [0] * workers
         self.reads = []
         self.released = []
 
+    @property
+    def updates(self):
+        """The (worker, lag) of all gradients of each update."""
+        return self.shard.__dict__.get("updates", [])
+
     def able(self):
-        """Who can do something now."""
+        """The workers that can make a move."""
         return [i for i in self.workers if self.state[i] in ("wants to read", "has read")]
 
     def move(self, i):
-        """Worker i takes its next step."""
+        """The next read or push of worker i."""
         if self.state[i] == "wants to read":
             if self.clock[i] == self.clocks:
                 self.state[i] = "left"
@@ -55,18 +83,18 @@ class Play:
 
     def free(self, freed):
         for i in freed:
-            assert self.state[i] == "parked", "only the parked are freed"
+            assert self.state[i] == "parked", "only parked workers are freed"
             self.read(i)
 
     def read(self, i):
         slowest = min(c for c, s in zip(self.clock, self.state, strict=True) if s != "left")
         self.state[i] = "has read"
-        self.seen[i] = self.shard.ledger.version
-        self.reads.append((i, self.clock[i], self.clock[i] - slowest, self.shard.holdings[0].weights.item()))
+        self.seen[i] = self.shard.clocks.version
+        self.reads.append((i, self.clock[i], self.clock[i] - slowest, self.shard.slices[0].weights.item()))
 
 
 def exhaustive(when, workers, clocks):
-    """All plays, depth first; where one branches off is played again, from its moves."""
+    """All plays, depth first; a branch is replayed from its list of moves."""
     stack = [[]]
     while stack:
         play, moves = Play(when, workers, clocks), stack.pop()
@@ -81,7 +109,7 @@ def exhaustive(when, workers, clocks):
 
 
 def at_random(when, workers, clocks, plays):
-    """Some plays."""
+    """Plays whose next worker is drawn at random."""
     dice = random.Random(f"{when}")
     for _ in range(plays):
         play = Play(when, workers, clocks)
@@ -98,83 +126,86 @@ def played(when):
 
 @functools.cache
 def plays(when):
-    """All of them, once for all tests."""
+    """All plays of a consistency, computed once for all tests."""
     return list(played(when))
 
 
-@pytest.mark.parametrize("when", ALL, ids=str)
-def test_nobody_is_stuck_and_every_push_counts_once(when):
+# -- the table -----------------------------------------------------------------------------------------
+
+PARTS = {name: classes_with(module, "ready", "admit") for name, module in MODULES.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, kinds in PARTS.items() if kinds])
+def test_a_module_with_a_consistency_has_examples_and_is_exported(name):
+    check_module(consistency, MODULES[name], PARTS[name])
+
+
+@pytest.mark.parametrize("kind", [kind for kinds in PARTS.values() for kind in kinds], ids=lambda kind: kind.__name__)
+def test_every_public_member_is_in_the_protocol_or_in_the_table(kind):
+    assert public_members(kind) <= members_of(Consistency) | set(OPTIONAL)
+    assert set(OPTIONAL) == members_of(Picks)
+
+
+# -- all interleavings ---------------------------------------------------------------------------------
+
+
+@those(lambda when: True)
+def test_no_worker_is_stuck_and_every_push_is_applied_once_or_dropped(when):
     for play in plays(when):
         assert play.state == ["left"] * len(play.workers)
-        total = play.shard.holdings[0].weights.item()
-        pushed = [play.clocks * 10.0**i for i in play.workers]
-        assert total == pytest.approx(sum(pushed) / (len(pushed) if when.merges else 1))
         assert sorted(play.released) == [(i, c) for i in play.workers for c in range(play.clocks)]
+        means = [sum(10.0**i for i, _ in group) / (len(group) if when.merges else 1) for group in play.updates]
+        assert play.shard.slices[0].weights.item() == pytest.approx(sum(means))
+        applied = collections.Counter(i for group in play.updates for i, _ in group)
+        assert all(applied[i] <= play.clocks for i in play.workers)
+        assert isinstance(when, Picks) or sum(applied.values()) == len(play.workers) * play.clocks
 
 
-@pytest.mark.parametrize("when", [Stale(0), Stale(1), Stale(2)], ids=str)
-def test_nobody_reads_too_far_ahead_but_as_far_as_allowed(when):
+@those(lambda when: isinstance(when, Picks))
+def test_an_update_holds_only_accepted_gradients_and_no_more_than_may_be_pending(when):
+    dropped = 0
+    for play in plays(when):
+        for group in play.updates:
+            again = len({i for i, _ in group}) < len(group)
+            assert all(when.accept(lag, again) for _, lag in group)
+            assert len(group) <= when.among(len(play.workers)).most(len(play.workers))
+        dropped += len(play.workers) * play.clocks - sum(len(group) for group in play.updates)
+    assert (dropped > 0) is not when.accept(lag=1, again=False)
+
+
+@those(lambda when: when.bounds_clocks)
+def test_a_read_is_at_most_staleness_clocks_ahead_and_some_are_that_far(when):
     gaps = {gap for play in plays(when) for _, _, gap, _ in play.reads}
     assert max(gaps) == when.staleness
 
 
-@pytest.mark.parametrize("when", [Stale(0), Stale(1), Stale(2), Free()], ids=str)
-def test_everyone_sees_their_own_writes(when):
+@those(lambda when: when.bounds_clocks)
+def test_a_read_at_clock_c_sees_all_updates_up_to_c_minus_s_minus_1(when):
+    for play in plays(when):
+        for _, c, _, w in play.reads:
+            assert all(w // 10**k % 10 >= c - when.staleness for k in play.workers)
+
+
+@those(lambda when: not when.merges)
+def test_a_worker_reads_its_own_writes(when):
     for play in plays(when):
         for i, c, _, w in play.reads:
             assert w // 10**i % 10 >= c
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_a_read_at_clock_c_sees_all_updates_up_to_c_minus_s_minus_1(staleness):
-    for play in plays(Stale(staleness)):
-        for _, c, _, w in play.reads:
-            assert all(w // 10**k % 10 >= c - staleness for k in play.workers)
-
-
-@pytest.mark.parametrize("when", [Stale(0), Bulk()], ids=str)
+@those(lambda when: not any(when.ready(n - 1, n) for n in (2, 3)))
 def test_pushes_of_a_clock_stay_invisible_until_all_have_read_at_it(when):
+    """If an update needs all workers, a read sees exactly the updates of earlier clocks."""
     for play in plays(when):
         one = sum(10.0**k for k in play.workers) / (len(play.workers) if when.merges else 1)
         for _, c, _, w in play.reads:
-            assert w == pytest.approx(c * one), "exactly the updates of earlier clocks"
-
-
-QUORUMS = [
-    Quorum(k, fresh=fresh, distinct=distinct) for k in (1, 2) for fresh in (True, False) for distinct in (True, False)
-]
-
-
-@pytest.mark.parametrize("when", QUORUMS, ids=str)
-def test_of_some_nobody_is_stuck_and_every_push_is_applied_once_or_refused(when, monkeypatch):
-    update = Shard._update
-
-    def noted(shard, group):
-        shard.__dict__.setdefault("groups", []).append([(one.worker, shard.ledger.version - one.seen) for one in group])
-        update(shard, group)
-
-    monkeypatch.setattr(Shard, "_update", noted)
-    sizes, refused = set(), 0
-    for play in played(when):
-        assert play.state == ["left"] * len(play.workers)
-        assert sorted(play.released) == [(i, c) for i in play.workers for c in range(play.clocks)]
-        groups = play.shard.groups
-        assert play.shard.holdings[0].weights.item() == pytest.approx(
-            sum(sum(10.0**i for i, _ in group) / len(group) for group in groups)
-        )
-        sizes |= {len(group) for group in groups}
-        refused += len(play.workers) * play.clocks - sum(len(group) for group in groups)
-        for group in groups:
-            assert not when.fresh or all(lag == 0 for _, lag in group)
-            assert not when.distinct or len({i for i, _ in group}) == len(group)
-    assert max(sizes) == when.k
-    assert (refused > 0) == when.fresh
+            assert w == pytest.approx(c * one)
 
 
 def test_the_slowest_clock_is_kept_without_searching():
-    ledger = Ledger(3, 0)
-    moved = [ledger.tick(i) for i in (0, 0, 1, 2)]
+    clocks = ClockTable(3, 0)
+    moved = [clocks.tick(i) for i in (0, 0, 1, 2)]
     assert moved == [False, False, False, True]
-    assert ledger.slowest == 1
-    assert [ledger.leave(1), ledger.leave(2), ledger.leave(2)] == [False, True, False]
-    assert (ledger.slowest, ledger.alive, ledger.clock[1]) == (2, 1, NEVER)
+    assert clocks.slowest == 1
+    assert [clocks.leave(1), clocks.leave(2), clocks.leave(2)] == [False, True, False]
+    assert (clocks.slowest, clocks.alive, clocks.clock[1]) == (2, 1, NEVER)

@@ -1,5 +1,6 @@
 """Every method: the same seed gives the same bits, the loss falls, and the record tells the story."""
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands import catalog
-from manyhands.core.protocols import Serves
+from manyhands.core.strategy import OPTIONAL, Strategy
 
 METHODS = {
     **{name.replace("_", "-"): getattr(mh, name) for name in catalog.__all__},
@@ -21,9 +22,6 @@ METHODS = {
     "gossip in pairs": lambda: mh.gossip(mode="pairwise"),
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
-ONE_HOST = {"hogwild", "hogbatch", "asysvrg"}
-IN_STEP = {"easgd", "eamsgd"}
-"""Those that have servers only when they are asynchronous."""
 
 
 def blobs(samples=96):
@@ -41,17 +39,18 @@ def blobs(samples=96):
     return mh.Task(model, TensorDataset(x, y), nn.functional.cross_entropy, batch_size=8, name="blobs")
 
 
-def places(method):
-    if method not in ONE_HOST:
+def slots(method):
+    traits = METHODS[method]().traits
+    if not traits.one_host:
         yield mh.Cluster(workers=4, speeds=[1, 0.5, 2, 1], jitter=0.3)
     yield mh.Cluster(workers=4, hosts=1, cores=2, jitter=0.3)
-    if isinstance(METHODS[method](), Serves) and method not in IN_STEP:
+    if traits.servers:
         yield mh.Cluster(workers=3, servers=2, latency="1ms", bandwidth="100Mbit")
 
 
 @METHOD
 def test_the_same_seed_gives_the_same_bits_and_times(method):
-    for cluster in places(method):
+    for cluster in slots(method):
         one, two, other = (
             mh.train(blobs(), METHODS[method](), cluster=cluster, steps=6, seed=seed) for seed in (7, 7, 8)
         )
@@ -94,3 +93,30 @@ def test_sizes_alone_are_enough_to_know_the_time(method):
     assert result.weights is None and result.final_loss is None
     assert result.samples == 12 * 4 * 8
     assert result.seconds > 0
+
+
+@pytest.mark.parametrize(
+    "kind", sorted({type(recipe()) for recipe in METHODS.values()}, key=lambda kind: kind.__name__)
+)
+def test_every_public_method_is_in_the_table(kind):
+    """A misspelled optional method would never be called, and nothing would say so."""
+    public = {name for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
+    public |= {name for name, value in vars(kind).items() if not name.startswith("_") and isinstance(value, property)}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert public - fields <= Strategy.__abstractmethods__ | OPTIONAL
+
+
+def test_the_table_lists_what_a_strategy_may_override():
+    methods = {name for name, value in vars(Strategy).items() if not name.startswith("_") and callable(value)}
+    assert methods == (Strategy.__abstractmethods__ | OPTIONAL) - {"traits"}
+
+
+@METHOD
+def test_traits_agree_with_the_methods(method):
+    """What a strategy says it can do it has a method for, and the other way round."""
+    kind, traits = type(METHODS[method]()), METHODS[method]().traits
+    has = {name for name in OPTIONAL if getattr(kind, name) is not getattr(Strategy, name)}
+    assert not traits.servers or "serve" in has
+    assert not traits.joiners or "join_running" in has
+    assert not traits.peekable or "peek" in has
+    assert not traits.resumable or "declared_state" in has or {"state", "restore"} <= has

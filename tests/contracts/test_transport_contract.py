@@ -9,7 +9,7 @@ import torch
 from worlds import NEVER, by_rank, call_newcomer, die
 
 from manyhands.core.errors import ChangedInFlight, ManyhandsError, MayNotWait, PeerLost
-from manyhands.core.protocols import Tag, recv
+from manyhands.core.port import Tag, recv
 
 A, B, C = Tag("a"), Tag("b"), Tag("c")
 GO, READY, DONE = Tag("go"), Tag("ready"), Tag("done")
@@ -48,7 +48,7 @@ def introduce(t):
 
 
 def meet_and_introduce(t):
-    """Nobody leaves before all have spoken."""
+    """The all-reduce keeps every rank present until all have looked."""
     told = introduce(t)
     t.collective(range(t.size)).all_reduce(torch.zeros(1))
     return told
@@ -85,7 +85,7 @@ def read_the_clock(t):
         times.append(t.now())
         t.recv(NEVER, timeout=(0.0, 1e-4, -1.0)[turn % 3])
         times.append(t.now())
-        t.spend(1e-4)
+        t.charge_compute(1e-4)
         times.append(t.now())
     return times
 
@@ -192,6 +192,31 @@ def receive_keys_backwards(t):
 def test_the_key_of_a_tag_tells_messages_apart(world):
     got = world.run(2, by_rank(send_keys, receive_keys_backwards))[1]
     assert got == [((2,), KEYED.of(2), 0), ((0,), KEYED, 0), ((1,), KEYED.of(1), 0)]
+
+
+PLENTY, SCARCE = Tag("plenty", credit=7), Tag("plenty", credit=1, carries="nothing")
+
+
+def send_with_other_credit(t):
+    """The first is queued before it is asked for, the second is awaited."""
+    t.send(1, PLENTY.of(1), ("queued",))
+    t.send(1, DONE)
+    recv(t, READY)
+    t.send(1, PLENTY.of(2), ("other key",))
+    t.send(1, PLENTY.of(1), ("awaited",))
+
+
+def receive_with_other_credit(t):
+    recv(t, DONE)
+    queued = recv(t, SCARCE.of(1)).meta[0]
+    t.send(0, READY)
+    awaited = recv(t, SCARCE.of(1)).meta[0]
+    return queued, awaited, recv(t, SCARCE.of(2)).meta[0], t.recv(SCARCE.of(1), timeout=SOON)
+
+
+def test_name_and_key_match_a_message_and_nothing_else_does(world):
+    got = world.run(2, by_rank(send_with_other_credit, receive_with_other_credit))[1]
+    assert got == ("queued", "awaited", "other key", None)
 
 
 META = (1, -(2**40), 0.1, "ü", "", True)
@@ -633,14 +658,14 @@ def test_what_a_rank_sent_before_it_died_is_delivered_then_its_loss_is_raised(wo
 
 
 def die_in_turn(t):
-    """Rank 2 dies once it has heard of the death of rank 1."""
+    """Rank 2 dies once it has learned of the death of rank 1."""
     if t.rank == 2:
         lost_rank(lambda: recv(t, NEVER, frm=1))
     die(t)
 
 
 def hear_of_all(t):
-    """The main program hears of both losses, then goes on; so does an activity that starts now."""
+    """Both losses are raised in the main program, which then continues; also in an activity that starts now."""
     main = [lost_rank(lambda: recv(t, A)) for _ in range(2)]
     beside = []
 
@@ -725,7 +750,7 @@ def leave_early(t):
 
 
 def see_off(t):
-    """Rank 1 leaves: no loss, except for whoever asks for rank 1 itself."""
+    """Rank 1 leaves: no loss, except in a receive from rank 1 itself."""
     with pytest.raises(PeerLost) as caught:
         recv(t, B, frm=1)
     peers = list(t.peers()), list(t.peers("worker")), list(t.peers("server"))
@@ -834,7 +859,7 @@ def send_from_hooks(t):
     def hook():
         t.send(1, A, (1,), [numbers(1)])
         told.append(refused(lambda: t.recv(B, timeout=0)))
-        told.append(refused(lambda: t.spend(1.0)))
+        told.append(refused(lambda: t.charge_compute(1.0)))
         t.send(1, A, (2,), [numbers(2)])
         told.append(refused(lambda: t.send(1, A, (3,), [numbers(3)])))
         t.send(1, DONE)
@@ -1000,7 +1025,7 @@ def enter_and_leave(t):
     """Note who is inside; give the others every chance to come in between."""
     log = t.shared("log", 65, torch.int64)
     for _ in range(4):
-        with t.lock("door"):
+        with t.lock("lock"):
             for _ in range(2):
                 log[0] += 1
                 log[int(log[0])] = t.rank
@@ -1019,7 +1044,7 @@ def test_a_lock_lets_one_in_at_a_time(world):
 
 
 def hold(names, t):
-    """Wait for the other rank inside the lock: it must be able to take its own meanwhile."""
+    """Wait for the other rank inside the lock: it must be able to take its own lock at the same time."""
     with t.lock(names[t.rank]):
         t.send(1 - t.rank, GO)
         recv(t, GO)
@@ -1032,19 +1057,17 @@ def test_other_names_and_hosts_are_other_locks(world, names, hosts):
 
 
 def die_inside(t):
-    with t.lock("door"):
+    with t.lock("lock"):
         t.shared("log", 2, torch.int64)[0] = 7
         t.send(1, GO)
         die(t)
 
 
 def come_after(t):
+    recv(t, GO, frm=t.rank - 1)  # not from any rank: the loss of rank 0 may arrive before this message
     if t.rank == 1:
-        recv(t, GO)
         t.send(2, GO)
-    else:
-        recv(t, GO)
-    with t.lock("door"):
+    with t.lock("lock"):
         log = t.shared("log", 2, torch.int64)
         log[1] += 1
         return log[0].item()
@@ -1056,7 +1079,7 @@ def test_a_lock_is_freed_when_its_holder_dies(world):
 
 def break_inside(t):
     for _ in range(2):
-        with pytest.raises(KeyError), t.lock("door"):
+        with pytest.raises(KeyError), t.lock("lock"):
             raise KeyError
     return True
 
@@ -1097,12 +1120,12 @@ def test_a_collective_with_a_dead_rank_raises_its_loss(world):
     assert world.run(3, programs, deaths=(2,)) == [[1.0], [1.0], None]
 
 
-# -- who comes later ----------------------------------------------------------------------------------
+# -- ranks that join later ----------------------------------------------------------------------------
 
 
 def await_newcomer(launcher, t):
     """Rank 0: what is it like before it comes, and then?"""
-    before = list(t.late), list(t.peers())
+    before = list(t.pending_ranks), list(t.peers())
     t.send(2, A, ("dropped",), [numbers(1)])
     missing = lost_rank(lambda: recv(t, NEVER, frm=2))
     call_newcomer(launcher, t)
@@ -1113,7 +1136,7 @@ def await_newcomer(launcher, t):
 
 
 def work_on(t):
-    """Rank 1 hears of it when it says something; nobody is told that anybody was lost."""
+    """Rank 1 learns of the joining rank by its message; no loss is raised."""
     return recv(t, DONE).frm
 
 
@@ -1145,7 +1168,7 @@ def come_to_a_loss(t):
 
 
 def lose_then_hear(t):
-    """Rank 0 is told of the loss first, then it hears from whoever came."""
+    """In rank 0 the loss is raised first, then it receives from the rank that joined."""
     return lost_rank(lambda: recv(t, NEVER)), recv(t, DONE).frm
 
 

@@ -8,15 +8,15 @@ import os
 import signal
 from functools import partial
 
-from manyhands.core.protocols import Tag
-from manyhands.runtime.launch import launch
+from manyhands.core.port import Tag
+from manyhands.runtime.launch.launch import launch
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.faults import Die
 from manyhands.virtual.transport import VirtualTransport
 from manyhands.virtual.world import simulate
 
 NEVER = Tag("never")
-"""Nobody sends this."""
+"""A tag that no rank sends."""
 
 
 def die(transport):
@@ -28,7 +28,7 @@ def die(transport):
 
 
 def call_newcomer(launcher, transport):
-    """Let the next newcomer come; in virtual time it comes by itself, long after the others have come to rest."""
+    """Start the next spare; in virtual time it joins at its own time, long after the others are idle."""
     if not isinstance(transport, VirtualTransport):
         os.kill(launcher, signal.SIGUSR1)
 
@@ -49,7 +49,7 @@ def _and_leave(program, transport):
 
 
 class Virtual:
-    """Ranks in virtual time. Whoever is to die waits for it, long after the others have come to rest."""
+    """Ranks in virtual time. A rank that is to die waits for its death, long after the others are idle."""
 
     def run(self, size, program, *, hosts=None, servers=0, deaths=(), newcomers=0):
         """Run on `size` ranks, the last `servers` of them servers, the others spread over `hosts`; more come later."""

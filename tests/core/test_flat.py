@@ -1,4 +1,4 @@
-"""Flat: gradients land where they belong, whatever the model does; what cannot work is refused."""
+"""Flat: gradients of any model are stored in their slots; models that cannot be flat are refused."""
 
 import copy
 import re
@@ -36,7 +36,7 @@ def loss_of(model, x):
 
 
 def gradients(flat):
-    return {place.name: flat.gradient_of(place).clone() for place in flat.places}
+    return {slot.name: flat.gradient_of(slot).clone() for slot in flat.slots}
 
 
 def expected(model, *losses):
@@ -58,14 +58,14 @@ def step(flat, model, *losses):
 
 def assert_same(flat, reference):
     found = gradients(flat)
-    assert list(found) == [place.name for place in flat.places]
+    assert list(found) == [slot.name for slot in flat.slots]
     assert found.keys() == reference.keys()
     for name, g in reference.items():
         torch.testing.assert_close(found[name], torch.zeros_like(found[name]) if g is None else g, rtol=1e-12, atol=0)
 
 
 def untouched_names(flat):
-    return {place.name for place in flat.places if place.mark in flat.untouched()}
+    return {slot.name for slot in flat.slots if slot.param_id in flat.untouched()}
 
 
 # -- gradients ----------------------------------------------------------------------------------------
@@ -80,10 +80,10 @@ def test_hooks_fill_the_flat_gradient_and_drop_the_parameters_own():
         assert_same(flat, reference)
         assert all(p.grad is None for p in model.parameters())
         assert flat.untouched() == frozenset()
-    (part,) = flat.parts
-    assert torch.equal(part.grad, torch.cat([g.flatten() for g in reference.values()]))
-    assert part.marks.tolist() == [1.0] * 4
-    assert torch.equal(part.outgoing, torch.cat([part.grad, part.marks]))
+    (group,) = flat.groups
+    assert torch.equal(group.grad, torch.cat([g.flatten() for g in reference.values()]))
+    assert group.touch_counts.tolist() == [1.0] * 4
+    assert torch.equal(group.outgoing, torch.cat([group.grad, group.touch_counts]))
 
 
 def test_a_second_backward_pass_in_one_step_adds():
@@ -119,14 +119,14 @@ class Tied(nn.Module):
         return self.again(self.decoder(torch.tanh(self.encoder(x))))
 
 
-def test_a_tied_parameter_lies_there_once_and_gets_the_sum():
+def test_a_tied_parameter_has_one_slot_and_gets_the_sum():
     model, x = Tied().double(), data()
     reference = expected(model, lambda m: loss_of(m, x))
     flat = flat_of(model)
-    assert [place.name for place in flat.places] == ["encoder.weight", "decoder.weight", "decoder.bias"]
+    assert [slot.name for slot in flat.slots] == ["encoder.weight", "decoder.weight", "decoder.bias"]
     step(flat, model, lambda m: loss_of(m, x))
     assert_same(flat, reference)
-    flat.parts[0].weights.zero_()
+    flat.groups[0].weights.zero_()
     assert model.again.weight is model.encoder.weight
     assert not model.again.weight.any()
 
@@ -137,11 +137,11 @@ def test_a_frozen_parameter_is_left_out():
     before, memory = model[0].weight.clone(), model[0].weight.data_ptr()
     reference = expected(model, lambda m: loss_of(m, x))
     flat = flat_of(model)
-    assert [place.name for place in flat.places] == ["0.bias", "2.weight", "2.bias"]
+    assert [slot.name for slot in flat.slots] == ["0.bias", "2.weight", "2.bias"]
     assert flat.numel == 4 + 8 + 2
     step(flat, model, lambda m: loss_of(m, x))
     assert_same(flat, reference)
-    flat.parts[0].weights.zero_()
+    flat.groups[0].weights.zero_()
     assert model[0].weight.data_ptr() == memory
     assert torch.equal(model[0].weight, before)
     assert "0.weight" not in flat.named()
@@ -151,11 +151,11 @@ def test_a_model_of_frozen_parameters_has_nothing_flat():
     flat = flat_of(mlp().requires_grad_(False))
     flat.open()
     flat.close()
-    assert (flat.parts, flat.places, flat.numel, flat.buckets(), flat.untouched()) == ([], [], 0, [], frozenset())
+    assert (flat.groups, flat.slots, flat.numel, flat.buckets(), flat.untouched()) == ([], [], 0, [], frozenset())
 
 
 class Branches(nn.Module):
-    """Uses the branch it is told to."""
+    """Uses the branch that it is given."""
 
     def __init__(self):
         super().__init__()
@@ -170,8 +170,8 @@ class Branches(nn.Module):
 def test_an_unused_parameter_is_zero_and_untouched():
     model, x = Branches().double(), data()
     flat = flat_of(model)
-    assert [place.name for place in flat.places] == ["scale", "left.weight", "left.bias", "right.weight", "right.bias"]
-    flat.parts[0].outgoing.fill_(7.0)
+    assert [slot.name for slot in flat.slots] == ["scale", "left.weight", "left.bias", "right.weight", "right.bias"]
+    flat.groups[0].outgoing.fill_(7.0)
     for used, unused in [("right", "left"), ("left", "right"), ("right", "left")]:
         step(flat, model, lambda m, used=used: m(x, used).sum())
         assert untouched_names(flat) == {f"{unused}.weight", f"{unused}.bias"}
@@ -179,16 +179,16 @@ def test_an_unused_parameter_is_zero_and_untouched():
         assert not found[f"{unused}.weight"].any()
         assert not found[f"{unused}.bias"].any()
         assert torch.equal(found[f"{used}.bias"], torch.full((2,), 10.0, dtype=torch.float64))
-    assert flat.parts[0].marks.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
+    assert flat.groups[0].touch_counts.tolist() == [1.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_step_without_any_backward_pass_touches_nothing():
     model = mlp()
     flat = flat_of(model)
-    flat.parts[0].outgoing.fill_(7.0)
+    flat.groups[0].outgoing.fill_(7.0)
     flat.open()
     flat.close()
-    assert not flat.parts[0].outgoing.any()
+    assert not flat.groups[0].outgoing.any()
     assert flat.untouched() == frozenset(range(4))
 
 
@@ -200,13 +200,13 @@ def test_a_gradient_of_zeros_is_touched():
     assert not gradients(flat)["left.weight"].any()
 
 
-def test_summed_marks_say_by_how_many_workers_a_parameter_was_touched():
+def test_summed_touch_counts_are_the_number_of_workers_that_touched_a_parameter():
     models, x = [Branches().double() for _ in range(3)], data()
     flats = [flat_of(model) for model in models]
     for model, flat, branch in zip(models, flats, ["left", "left", "left"], strict=True):
         step(flat, model, lambda m, branch=branch: m(x, branch).sum())
-    flats[0].parts[0].outgoing += flats[1].parts[0].outgoing
-    assert flats[0].parts[0].marks.tolist() == [2.0, 2.0, 2.0, 0.0, 0.0]
+    flats[0].groups[0].outgoing += flats[1].groups[0].outgoing
+    assert flats[0].groups[0].touch_counts.tolist() == [2.0, 2.0, 2.0, 0.0, 0.0]
     assert untouched_names(flats[0]) == {"right.weight", "right.bias"}
 
 
@@ -227,31 +227,31 @@ def test_every_dtype_has_a_part_of_its_own():
     model, x = TwoTypes(), data()
     reference = expected(model, lambda m: loss_of(m, x))
     flat = flat_of(model)
-    assert [part.weights.dtype for part in flat.parts] == [torch.float64, torch.float32]
-    assert [[place.name for place in part.places] for part in flat.parts] == [
+    assert [group.weights.dtype for group in flat.groups] == [torch.float64, torch.float32]
+    assert [[slot.name for slot in group.slots] for group in flat.groups] == [
         ["first.weight", "first.bias", "last.weight", "last.bias"],
         ["inner.weight", "inner.bias"],
     ]
-    assert [place.mark for place in flat.places] == [0, 1, 2, 3, 4, 5]
-    assert flat.places == [place for part in flat.parts for place in part.places]
+    assert [slot.param_id for slot in flat.slots] == [0, 1, 2, 3, 4, 5]
+    assert flat.slots == [slot for group in flat.groups for slot in group.slots]
     step(flat, model, lambda m: loss_of(m, x))
     assert_same(flat, reference)
     step(flat, model, lambda m: m.last(m.first(x)).sum())
     assert untouched_names(flat) == {"inner.weight", "inner.bias"}
-    assert flat.parts[1].untouched() == frozenset({4, 5})
-    assert flat.parts[0].untouched() == frozenset()
+    assert flat.groups[1].untouched() == frozenset({4, 5})
+    assert flat.groups[0].untouched() == frozenset()
 
 
-def test_groups_lie_together_and_the_rest_is_a_group_too():
+def test_parameters_of_a_group_are_contiguous_and_the_rest_is_a_group_too():
     model, x = mlp(), data()
     reference = expected(model, lambda m: loss_of(m, x))
     flat = flat_of(model, groups=[["0.bias", "2.bias"], ["2.weight"]])
-    assert [[place.name for place in part.places] for part in flat.parts] == [
+    assert [[slot.name for slot in group.slots] for group in flat.groups] == [
         ["0.weight"],
         ["0.bias", "2.bias"],
         ["2.weight"],
     ]
-    assert [place.span for place in flat.places] == [Span(0, 0, 12), Span(1, 0, 4), Span(1, 4, 6), Span(2, 0, 8)]
+    assert [slot.span for slot in flat.slots] == [Span(0, 0, 12), Span(1, 0, 4), Span(1, 4, 6), Span(2, 0, 8)]
     step(flat, model, lambda m: loss_of(m, x))
     assert {name: g.tolist() for name, g in gradients(flat).items()} == {n: g.tolist() for n, g in reference.items()}
 
@@ -260,7 +260,7 @@ def test_groups_lie_together_and_the_rest_is_a_group_too():
 def test_a_sparse_gradient_is_added_up_row_by_row(passes):
     model = nn.Embedding(6, 2, sparse=True).double()
     flat = flat_of(model)
-    flat.parts[0].outgoing.fill_(7.0)
+    flat.groups[0].outgoing.fill_(7.0)
     tokens = torch.tensor([4, 1, 4, 4, 0])
     weights = torch.arange(1.0, 6.0, dtype=torch.float64)[:, None]
     step(flat, model, *[lambda m: (m(tokens) * weights).sum()] * passes)
@@ -271,23 +271,23 @@ def test_a_sparse_gradient_is_added_up_row_by_row(passes):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_rows_are_kept_for_whoever_asks_and_the_flat_gradient_is_left_alone(passes):
+def test_rows_are_kept_on_request_and_the_flat_gradient_is_not_changed(passes):
     model = nn.Embedding(6, 2, sparse=True).double()
     flat = flat_of(model)
     flat.keep_rows()
-    flat.parts[0].outgoing.fill_(7.0)
+    flat.groups[0].outgoing.fill_(7.0)
     tokens = torch.tensor([4, 1, 4])
     for _ in range(2):
         step(flat, model, *[lambda m: m(tokens).sum()] * passes)
         (rows,) = flat.rows.values()
         assert (rows.indices().tolist(), rows.values().tolist()) == ([[1, 4]], [[passes] * 2, [2 * passes] * 2])
-        assert flat.parts[0].grad.tolist() == [7.0] * 12
+        assert flat.groups[0].grad.tolist() == [7.0] * 12
         assert flat.untouched() == frozenset()
     step(flat, model)
     assert flat.rows == {} and flat.untouched() == {0}
 
 
-def test_rows_that_meet_a_dense_gradient_of_the_same_step_become_dense():
+def test_rows_are_added_to_a_dense_gradient_of_the_same_step():
     model = nn.Embedding(3, 2, sparse=True).double()
     flat = flat_of(model)
     flat.keep_rows()
@@ -305,9 +305,9 @@ def test_a_gradient_may_be_put_by_hand():
     model = mlp()
     flat = flat_of(model)
     flat.open()
-    place = flat.places[2]
+    slot = flat.slots[2]
     for value in (1.0, 2.0):
-        flat.put(place, torch.full((2, 4), value, dtype=torch.float64))
+        flat.put(slot, torch.full((2, 4), value, dtype=torch.float64))
     flat.close()
     assert gradients(flat)["2.weight"].tolist() == [[3.0] * 4] * 2
     assert untouched_names(flat) == {"0.weight", "0.bias", "2.bias"}
@@ -326,19 +326,19 @@ def test_channels_last_is_refused():
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_parameters_in_one_memory_are_refused(frozen):
-    """They would be untied; one parameter in two places is fine."""
+    """They would be untied; one parameter in two modules is fine."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = nn.Parameter(model[0].weight.data, requires_grad=not frozen)
     with pytest.raises(
-        Refused, match=r"^[01]\.weight lies in the memory of [01]\.weight, but must have its own, or be"
+        Refused, match=r"^[01]\.weight overlaps [01]\.weight in memory, but must have its own memory, or be"
     ):
         flat_of(model)
     memory = torch.zeros(6)
     apart = {"a": nn.Parameter(memory[:3]), "b": nn.Parameter(memory[3:])}
-    assert [place.name for place in Flat(apart).places] == ["a", "b"]
+    assert [slot.name for slot in Flat(apart).slots] == ["a", "b"]
 
 
-def test_a_gradient_of_an_earlier_loop_does_not_count():
+def test_a_gradient_of_an_earlier_loop_is_dropped():
     model, x = mlp(), data()
     reference = expected(model, lambda m: loss_of(m, x))
     loss_of(model, x).backward()
@@ -409,19 +409,19 @@ def test_the_private_attribute_of_torch_that_we_rely_on_tells_of_hooks():
 def test_buckets_cover_everything_once_in_whole_parameters_the_last_layer_first(make, nbytes):
     flat = flat_of(make())
     buckets = flat.buckets(nbytes)
-    for number, part in enumerate(flat.parts):
-        mine = [bucket for bucket in buckets if bucket.part == number]
-        edges = [place.span.stop for place in part.places]
-        assert mine[0].stop == part.weights.numel()
+    for number, group in enumerate(flat.groups):
+        mine = [bucket for bucket in buckets if bucket.group == number]
+        edges = [slot.span.stop for slot in group.slots]
+        assert mine[0].stop == group.weights.numel()
         assert mine[-1].start == 0
         assert all(after.stop == before.start for before, after in pairwise(mine))
         assert all(bucket.stop in edges for bucket in mine)
         for bucket in mine:
-            inside = [p for p in part.places if bucket.start <= p.span.start < bucket.stop]
-            assert len(inside) == 1 or bucket.numel * part.weights.element_size() <= nbytes
+            inside = [p for p in group.slots if bucket.start <= p.span.start < bucket.stop]
+            assert len(inside) == 1 or bucket.numel * group.weights.element_size() <= nbytes
     order = [name for name, _ in make().named_parameters()]
-    first = [next(p.name for p in flat.places if p.span[:2] == bucket[:2]) for bucket in buckets]
-    assert first == sorted(first, key=order.index, reverse=True), "whichever is complete first, of any part"
+    first = [next(p.name for p in flat.slots if p.span[:2] == bucket[:2]) for bucket in buckets]
+    assert first == sorted(first, key=order.index, reverse=True), "whichever is complete first, of any group"
 
 
 def test_buckets_are_as_large_as_allowed():
@@ -440,15 +440,15 @@ def test_flat_weights_and_the_model_are_the_same_memory():
     flat = flat_of(model)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.is_leaf and p.requires_grad for p in model.parameters())
-    flat.parts[0].weights.copy_(torch.arange(26.0))
+    flat.groups[0].weights.copy_(torch.arange(26.0))
     assert model[0].bias.tolist() == [12.0, 13.0, 14.0, 15.0]
     assert model[2].weight.tolist() == [[16.0, 17.0, 18.0, 19.0], [20.0, 21.0, 22.0, 23.0]]
     with torch.no_grad():
         model[2].bias.fill_(-1.0)
-    assert flat.parts[0].weights[24:].tolist() == [-1.0, -1.0]
+    assert flat.groups[0].weights[24:].tolist() == [-1.0, -1.0]
     assert flat.weights(Span(0, 23, 25)).tolist() == [23.0, -1.0]
     model.load_state_dict(before)
-    assert torch.equal(flat.parts[0].weights, torch.cat([p.flatten() for p in before.values()]))
+    assert torch.equal(flat.groups[0].weights, torch.cat([p.flatten() for p in before.values()]))
 
 
 def test_a_stretch_of_the_gradient_is_a_view():
@@ -456,7 +456,7 @@ def test_a_stretch_of_the_gradient_is_a_view():
     flat.grad(Span(0, 11, 13)).fill_(5.0)
     assert gradients(flat)["0.weight"].flatten()[-1] == 5.0
     assert gradients(flat)["0.bias"].tolist() == [5.0, 0.0, 0.0, 0.0]
-    assert flat.parts[0].outgoing.count_nonzero() == 2
+    assert flat.groups[0].outgoing.count_nonzero() == 2
 
 
 def test_named_weights_are_copies():
@@ -464,7 +464,7 @@ def test_named_weights_are_copies():
     flat = flat_of(model)
     named = flat.named()
     assert list(named) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    flat.parts[0].weights.zero_()
+    flat.groups[0].weights.zero_()
     assert all(value.any() and not value.requires_grad for value in named.values())
     assert [value.shape for value in named.values()] == [p.shape for p in model.parameters()]
 
@@ -472,12 +472,12 @@ def test_named_weights_are_copies():
 def test_move_to_other_memory_takes_what_is_there():
     model, x = mlp(), data()
     flat = flat_of(model)
-    old = flat.parts[0].weights
+    old = flat.groups[0].weights
     memory = torch.linspace(-1, 1, 30, dtype=torch.float64)[2:28]
     before = memory.clone()
     flat.move_to([memory])
     assert torch.equal(memory, before)
-    assert flat.parts[0].weights is memory
+    assert flat.groups[0].weights is memory
     assert torch.equal(model[0].weight.flatten(), before[:12])
     memory[12:16] = 3.0
     assert model[0].bias.tolist() == [3.0] * 4
@@ -492,13 +492,13 @@ def test_move_to_other_memory_takes_what_is_there():
 def test_memory_that_is_let_go_leaves_its_sizes():
     model = mlp()
     flat = flat_of(model)
-    places, sizes = list(flat.places), {name: p.shape for name, p in model.named_parameters()}
+    slots, sizes = list(flat.slots), {name: p.shape for name, p in model.named_parameters()}
     flat.let_go()
-    held = [flat.parts[0].weights, flat.parts[0].outgoing, *(p.data for p in model.parameters())]
-    assert all(x.untyped_storage().nbytes() == x.element_size() for x in held)
-    assert flat.places == places and flat.numel == sum(size.numel() for size in sizes.values())
+    weight_slice = [flat.groups[0].weights, flat.groups[0].outgoing, *(p.data for p in model.parameters())]
+    assert all(x.untyped_storage().nbytes() == x.element_size() for x in weight_slice)
+    assert flat.slots == slots and flat.numel == sum(size.numel() for size in sizes.values())
     assert {name: p.shape for name, p in model.named_parameters()} == sizes
-    assert flat.weights(places[0].span).shape == (places[0].span.numel,)
+    assert flat.weights(slots[0].span).shape == (slots[0].span.numel,)
 
 
 def test_training_by_the_flat_weights_equals_training_the_model():
@@ -508,7 +508,7 @@ def test_training_by_the_flat_weights_equals_training_the_model():
     flat = flat_of(model)
     for _ in range(5):
         step(flat, model, lambda m: loss_of(m, x))
-        flat.parts[0].weights.sub_(flat.parts[0].grad, alpha=0.01)
+        flat.groups[0].weights.sub_(flat.groups[0].grad, alpha=0.01)
         optimizer.zero_grad()
         loss_of(twin, x).backward()
         optimizer.step()
@@ -519,13 +519,13 @@ def test_training_by_the_flat_weights_equals_training_the_model():
 # -- sizes only ---------------------------------------------------------------------------------------
 
 
-def test_a_model_of_sizes_only_has_places_and_no_numbers():
+def test_a_model_of_sizes_only_has_slots_and_no_numbers():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 10))
     flat = flat_of(model)
     assert flat.is_meta
     assert flat.numel == 1_001_000 + 10_010
-    assert [place.span.numel for place in flat.places] == [1_000_000, 1000, 10_000, 10]
+    assert [slot.span.numel for slot in flat.slots] == [1_000_000, 1000, 10_000, 10]
     assert flat.buckets(10**5) == [Span(0, 1_000_000, 1_011_010), Span(0, 0, 1_000_000)]
     flat.open()
     flat.close()
@@ -555,7 +555,7 @@ def test_odd_shapes_are_laid_out_too():
     step(flat, model, lambda m: m(x))
     assert_same(flat, reference)
     assert flat.untouched() == frozenset()
-    assert [place.span for place in flat.places] == [Span(0, 0, 1), Span(0, 1, 1), Span(0, 1, 7)]
+    assert [slot.span for slot in flat.slots] == [Span(0, 0, 1), Span(0, 1, 1), Span(0, 1, 7)]
 
 
 def test_a_real_model_gives_what_torch_gives():

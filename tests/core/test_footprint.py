@@ -1,4 +1,4 @@
-"""What a rank keeps: each piece of memory once, wherever it is held, and nothing that is not its own."""
+"""The bytes a rank keeps: each storage once, however many tensors share it, and nothing of other ranks."""
 
 import torch
 from torch import nn
@@ -9,9 +9,9 @@ from manyhands.core.footprint import footprint
 from manyhands.report.reading import of_lines
 
 
-def held(method, workers=2, **run):
+def footprints(method, workers=2, **run):
     result = mh.train("digits", method, cluster=mh.Cluster(workers=workers, **run), steps=3)
-    return of_lines(result.records).held
+    return of_lines(result.records).memory
 
 
 def test_views_of_one_memory_count_once():
@@ -25,24 +25,24 @@ def test_models_and_gradients_count():
     assert footprint(layer) == 4 * (6 + 2 + 6)
 
 
-def test_numbers_without_memory_count_as_if_they_had_it():
+def test_meta_tensors_count_as_if_they_were_allocated():
     assert footprint(torch.empty(1000, device="meta")) == 4000
 
 
-def test_of_sparse_numbers_places_and_values_count():
+def test_indices_and_values_of_sparse_tensors_count():
     assert footprint(torch.sparse_coo_tensor([[0, 5]], [1.0, 2.0], (1000,), check_invariants=True)) == 2 * 8 + 2 * 4
 
 
-def test_rules_and_codecs_that_remember_take_more():
+def test_rules_and_codecs_with_state_take_more():
     parameters = sum(p.numel() for p in mh.train("digits", mh.bsp(), steps=1).weights.values())
-    plain = held(mh.bsp())[0]
+    plain = footprints(mh.bsp())[0]
     assert plain >= 2 * 4 * parameters, "weights and gradient"
-    momentum = held(mh.bsp(rule=mh.rules.Momentum(0.1)))[0]
+    momentum = footprints(mh.bsp(rule=mh.rules.Momentum(0.1)))[0]
     assert momentum - plain == 4 * parameters
-    remembers = held(mh.bsp(codec=Feedback(TopK(0.1))))[0]
-    assert remembers - plain > 0.9 * 4 * parameters
+    with_memory = footprints(mh.bsp(codec=Feedback(TopK(0.1))))[0]
+    assert with_memory - plain > 0.9 * 4 * parameters
 
 
-def test_a_stage_of_a_pipeline_holds_its_own_part():
-    whole = held(mh.bsp(), workers=4)[0]
-    assert all(part < whole for part in held(mh.gpipe(), workers=4).values())
+def test_a_stage_of_a_pipeline_keeps_its_own_part():
+    whole = footprints(mh.bsp(), workers=4)[0]
+    assert all(stage < whole for stage in footprints(mh.gpipe(), workers=4).values())

@@ -1,8 +1,8 @@
-"""A run cut into segments: at the multiples of a number of steps, wherever it begins."""
+"""A run is divided into segments at the multiples of a number of steps, at whatever step it begins."""
 
 import pytest
 
-from manyhands.core.budget import Each, segments
+from manyhands.core.budget import FixedSteps, segments
 
 
 def cuts(start, steps, every):
@@ -10,7 +10,7 @@ def cuts(start, steps, every):
 
     def budget(length):
         lengths.append(length)
-        return Each(length)
+        return FixedSteps(length)
 
     return [segment.stop for segment in segments(start, steps, every, budget)], lengths
 

@@ -33,7 +33,7 @@ def _uses_its_budget(schedule, result):
     """All that may be missing is the mini-batch that each of the lost died over."""
     taken = Counter(line["rank"] for line in steps_of(result))
     lost = {rank for rank, _ in result.lost if rank < schedule.workers}
-    if schedule.strategy.lockstep:
+    if schedule.strategy.traits.lockstep:
         assert all(taken[rank] == schedule.steps for rank in range(schedule.workers) if rank not in lost)
     else:
         budget = schedule.steps * schedule.workers
@@ -75,7 +75,7 @@ def _grows(schedule, seen, result):
     assert isinstance(strategy, GrowingBatch)
     for step in range(schedule.steps):
         steps.append(step)
-        size, slower = strategy.phase_at(step / schedule.steps)
+        size, slower = strategy._phase_at(step / schedule.steps)
         if len(steps) >= size or step == schedule.steps - 1:
             gradients = [g for of_rank in seen.gradients.values() for at, g in of_rank if at in steps]
             expected -= schedule.lr / slower * _sum(gradients) / (len(steps) * schedule.workers)
@@ -213,7 +213,7 @@ def _stays_within_bounds(schedule, seen, result):
     assert all(gap <= s for gap in seen.gaps)
     recorded = {(line["rank"], line["step"] - 1): line["lag"] for line in steps_of(result)}
     assert all(lag <= s for lag in recorded.values())
-    if not schedule.relays:  # whoever comes by itself is seen by the shard itself
+    if not schedule.aggregators:  # whoever comes by itself is seen by the shard itself
         assert all(lag <= s for lag in seen.lags.values())
         assert recorded.items() <= seen.lags.items()
 

@@ -17,9 +17,9 @@ import manyhands as mh
 from manyhands import catalog
 from manyhands.codecs import Feedback, Half, Raw, TopK
 from manyhands.core.errors import Refused
+from manyhands.peers import sides
 from manyhands.rules import Adam, Momentum, Sgd, Torch
-from manyhands.topology.peers import sides
-from manyhands.topology.servers import Tree
+from manyhands.servers import AggregationTree
 
 SERVED = [*catalog.quorum.__all__, *catalog.delayed.__all__, "bsp_server", "downpour", "hierarchical_server", "ssp"]
 """Parameter servers."""
@@ -123,20 +123,20 @@ class Schedule:
         asynchronous = (self.method in SERVED and self.method not in BULK) or self.knobs.get("asynchronous")
         if not asynchronous and self.method != "sandblaster":
             return set()
-        vital = {0} if self.method == "sandblaster" else set(self.relays)
+        vital = {0} if self.method == "sandblaster" else set(self.aggregators)
         return set(range(self.workers)) - self._keepers - vital
 
     @property
-    def relays(self):
-        """The workers through whom their groups come to the shards."""
+    def aggregators(self):
+        """The workers that push for their groups."""
         groups = self.knobs.get("groups", 0)
-        return Tree(groups, Raw()).relays(range(self.workers)) if groups else []
+        return AggregationTree(groups, Raw()).aggregators(range(self.workers)) if groups else []
 
     @property
     def _keepers(self):
         """The workers that keep a shard."""
         rule = self.knobs.get("rule", Sgd(1))
-        in_memory = len(set(self.cluster.placement())) == 1 and "owner" not in rule.needs and not self.relays
+        in_memory = len(set(self.cluster.placement())) == 1 and "owner" not in rule.needs and not self.aggregators
         if self.cluster.servers or in_memory:
             return set()
         by_layer = self.knobs.get("shard", "size") != "size" or not rule.elementwise
@@ -182,12 +182,12 @@ def with_faults(schedule, seconds):
 def _machines(method, knobs, chance, workers):
     serves = method in (*SERVED, "sandblaster") or knobs.get("asynchronous")
     one_host = method in (*SHARED, "asysvrg") or knobs.get("collective") == "shared"
-    places = [1] if one_host else [None, None, 1, 1, chance.randint(1, workers)]
+    slots = [1] if one_host else [None, None, 1, 1, chance.randint(1, workers)]
     slow = mh.Slow([chance.randrange(workers)], chance.choice([3, 10]))
     return mh.Cluster(
         workers=workers,
         servers=chance.choice([0, 0, 1, 2, 3]) if serves else 0,
-        hosts=chance.choice(places),
+        hosts=chance.choice(slots),
         cores=chance.choice([None, None, 1, 2]),
         speeds=[round(2 ** chance.uniform(-2, 2), 2) for _ in range(workers)] if chance.random() < 0.7 else None,
         jitter=chance.choice([0, 0.1, 0.5]),

@@ -1,4 +1,4 @@
-"""mh.compare: every method gets the same, failures stay, names are told apart, rates are tuned."""
+"""mh.compare: all methods get the same setting, failures stay in the table, names are unique, rates are tuned."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SLOW = mh.Cluster(workers=4, stragglers=mh.Slow([0], 4))
 
 def test_methods_run_side_by_side_and_the_soonest_comes_first():
     found = mh.compare("digits", [mh.bsp(), mh.downpour()], cluster=SLOW, epochs=8, target="accuracy=0.8", seeds=2)
-    assert [row["method"] for row in found.rows] == ["downpour", "bsp"], "nobody waits for the slow one"
+    assert [row["method"] for row in found.rows] == ["downpour", "bsp"], "its workers do not wait for the straggler"
     assert found.target == Target("accuracy", 0.8) and found.report is None
     first, second = found.rows
     assert first["seconds_to_target"] < second["seconds_to_target"]
@@ -29,7 +29,7 @@ def test_the_same_again_is_the_same_to_the_last_digit():
 
 def test_real_processes_are_compared_too(tmp_path):
     out = tmp_path / "out"
-    found = mh.compare("digits", [mh.bsp(), mh.hogwild()], workers=2, epochs=3, evaluations=3, out=out)
+    found = mh.compare("digits", [mh.bsp(), mh.hogwild()], on=mh.Local(2), epochs=3, evaluations=3, out=out)
     assert {row["method"]: row["failure"] for row in found.rows} == {"bsp": None, "hogwild": None}
     assert all(len(run.evaluations) == 2 or len(run.evaluations) == 3 for run in found.runs)
     assert found.report == out / "report.html" and found.report.is_file()
@@ -37,7 +37,7 @@ def test_real_processes_are_compared_too(tmp_path):
 
 def test_what_cannot_run_there_stays_in_the_table():
     hosts = mh.Cluster(workers=4, hosts=2)
-    found = mh.compare("digits", [mh.bsp(), mh.hogwild()], cluster=hosts, epochs=2)
+    found = mh.compare("digits", [mh.bsp(), mh.hogwild()], on=hosts, epochs=2)
     last = found.rows[-1]
     assert last["method"] == "hogwild" and "share memory" in last["failure"] and last["rank"] == 2
 
@@ -64,8 +64,10 @@ def test_two_of_one_name_are_refused():
         mh.compare("digits", [], cluster=SLOW, steps=5)
 
 
-def test_a_target_that_nobody_can_see_is_refused():
-    with pytest.raises(mh.Refused, match=r"the target is accuracy 0.9, but must be a loss: regression has nothing"):
+def test_a_target_that_cannot_be_measured_is_refused():
+    with pytest.raises(
+        mh.Refused, match=r"the target is accuracy 0.9, but must be a loss: regression has no test data"
+    ):
         mh.compare("regression", [mh.bsp()], cluster=SLOW, steps=5, target="accuracy=0.9")
     found = mh.compare("regression", [mh.bsp()], cluster=SLOW, steps=20, target="loss=1000")
     assert found.rows[0]["reached"] == 1 and found.rows[0]["accuracy"] is None

@@ -60,8 +60,8 @@ def test_ssp_with_servers_by_size_top_k_with_feedback_and_delay_compensation(end
     assert learns(result)
     assert 0 < result.max_lag <= 2, "stale(2) bounds, and somebody is late"
     for strategy in ends:
-        assert sorted(sum(span.numel for span in lane.spans) for lane in strategy.lanes) == [67, 67, 68]
-        assert all(memory.abs().sum() > 0 for memory in strategy.sender.memory), "feedback remembers what was not sent"
+        assert sorted(sum(span.numel for span in client.spans) for client in strategy.clients) == [67, 67, 68]
+        assert all(memory.abs().sum() > 0 for memory in strategy.encoder.memory), "feedback remembers what was not sent"
     raw = train(four_parts(codec=mh.codecs.Raw()), servers=3)
     steps, k = 60 * UNEVEN["workers"], 3 * 4
     assert raw.bytes - result.bytes == steps * (PARAMETERS * 4 - k * 8), "a shard gets 4 numbers and their places"
@@ -114,7 +114,7 @@ def test_diloco_on_two_hosts(ends):
     assert learns(result)
     together = train(mh.bsp(rule=Adam(0.01)), hosts=2)
     assert 0 < result.bytes < together.bytes / 4, "a round in five steps is a fifth of the bytes"
-    memories = [strategy.held[0].states[0] for strategy in ends]
+    memories = [strategy.slices[0].states[0] for strategy in ends]
     for name in memories[0]:
         assert not torch.equal(memories[0][name], memories[1][name]), "AdamW's memory stays with its worker"
     assert all(torch.equal(strategy.starts[0].weights, ends[0].starts[0].weights) for strategy in ends)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import manyhands as mh
-from manyhands.core.saving import named
+from manyhands.core.state import named
 from manyhands.rules import Sgd
 from manyhands.runtime.checkpoint import load_checkpoint
 from manyhands.tasks import load
@@ -129,8 +129,8 @@ def test_a_lost_worker_is_not_chosen_any_more(mode):
     chosen = []
 
     class Watched(type(mh.gossip())):
-        def chosen(self, w):
-            for rank in super().chosen(w):
+        def _chosen(self, w):
+            for rank in super()._chosen(w):
                 chosen.append((w.transport.now(), rank))
                 yield rank
 
@@ -262,7 +262,7 @@ def test_what_was_pushed_is_averaged_before_a_checkpoint_however_late_it_comes(t
             self.own.place([torch.full_like(x, 2 * w.rank + 1) for x in self.own.x])
             self.own.show()
 
-        def chosen(self, w):
+        def _chosen(self, w):
             return iter([2] if (w.rank, w.step) == (1, 3) else [])
 
     strategy = mh.gossip(rule=Sgd(1e-30), mode="push")
@@ -293,7 +293,7 @@ def test_each_worker_of_d_psgd_has_its_own_x_in_a_checkpoint(tmp_path):
 
     class Seen(type(mh.d_psgd())):
         def answer(self, w):
-            xs[w.rank] = {name: x.clone() for name, x in named(w.flat.places, self.own.x).items()}
+            xs[w.rank] = {name: x.clone() for name, x in named(w.flat.slots, self.own.x).items()}
             return super().answer(w)
 
     strategy = mh.d_psgd(lr=0.05)

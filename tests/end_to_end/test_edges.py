@@ -13,7 +13,6 @@ from torch.utils.data import IterableDataset, TensorDataset
 import manyhands as mh
 from manyhands import catalog, rules
 from manyhands.codecs import Feedback, TopK
-from manyhands.core.protocols import Divides
 
 from .small import chain, losses, task
 from .test_optimizers import NOT_PLAIN, SERVED, alone, doubled, method, taken
@@ -27,8 +26,11 @@ TIED = "of stage 2 is tied to stage 1, but stages must not share weights"
 REFUSED = {
     ("gpipe", "tied"): TIED,
     ("pipedream", "tied"): TIED,
-    ("pipedream", "stream without steps"): "steps is missing: a pipeline that streams must know when its last",
-    ("adaptive_batch", "stream without steps"): "steps is missing: give milestones in samples",
+    ("pipedream", "stream without steps"): "steps is missing: a pipeline that streams must know which mini-batch is",
+    (
+        "adaptive_batch",
+        "stream without steps",
+    ): "steps is missing: milestones are fractions of a run of unknown length, but must be in samples",
 }
 """What is refused, and why. Everything else must be right."""
 
@@ -171,13 +173,13 @@ def assert_weights(result, net):
         torch.testing.assert_close(result.weights[name], p.detach(), rtol=0, atol=1e-12, msg=lambda s, n=name: n + s)
 
 
-def places(name):
+def slots(name):
     return [{}, {"hosts": 1}, {"servers": 1}] if name in SERVED else [{}]
 
 
 @pytest.mark.parametrize("name", [name for name in sorted({*catalog.__all__} - NOT_PLAIN) if takes_rules(name)])
 def test_one_worker_skips_what_a_mini_batch_does_not_use_as_torch_does(name):
-    for place in places(name):
+    for place in slots(name):
         Sometimes.used = []
         expected = alone(with_momentum, taken(), sometimes)
         assert 0 < sum(Sometimes.used) < len(Sometimes.used)
@@ -284,7 +286,7 @@ def idle():
 
 @pytest.mark.parametrize("name", [name for name in sorted(catalog.__all__) if takes_rules(name)])
 def test_groups_with_different_decay_decay_differently(name):
-    for place in places(name):
+    for place in slots(name):
         decay = rules.by_name({"*.stays": rules.Sgd(0.02), "*": rules.Sgd(0.02, weight_decay=0.5)})
         result = trained(name, idle, rule=decay, place=place)
         torch.testing.assert_close(result.weights["2.stays"], torch.full((3,), 0.7), rtol=1e-6, atol=0)
@@ -341,7 +343,7 @@ def test_statistics_end_as_the_mean_over_all_workers_and_can_be_used(name):
     points = TensorDataset(torch.randn(12, 4, generator=torch.Generator().manual_seed(1)), torch.zeros(12, 2))
     result = trained(name, normed, test=points, metric=lambda outputs, _: outputs.abs().mean().item())
     ran = [one for one in Norm.made if one.training and one.num_batches_tracked]
-    assert len(ran) == (1 if isinstance(make(name), Divides) else WORKERS)
+    assert len(ran) == (1 if make(name).replicas(WORKERS) == 1 else WORKERS)
     for key in ("running_mean", "running_var"):
         mean = torch.stack([getattr(one, key) for one in ran]).mean(0)
         torch.testing.assert_close(result.buffers[f"1.{key}"], mean)
@@ -362,7 +364,7 @@ def test_a_worker_that_took_no_step_has_no_say_in_the_statistics(name):
             seen.append(hands._training.worker.model[1].running_mean.clone())
 
     Norm.made = []
-    cluster = mh.Cluster(WORKERS, hosts=1 if make(name).one_host else None)
+    cluster = mh.Cluster(WORKERS, hosts=1 if make(name).traits.one_host else None)
     models = Joined(make(name), program, cluster, normed).models
     assert same(models)
     torch.testing.assert_close(models[2][1].running_mean, torch.stack(seen).mean(0))
@@ -462,7 +464,7 @@ def test_of_uneven_shares_every_sample_is_seen_and_every_mini_batch_is_full(name
     data = mh.Task(lambda: chain(4, 8, 8, 2), samples, mse_loss, batch_size=BATCH)
     result = trained(name, None, data=data)
     assert samples.seen == set(range(37))
-    replicas = 1 if isinstance(make(name), Divides) else WORKERS
+    replicas = 1 if make(name).replicas(WORKERS) == 1 else WORKERS
     assert result.samples == STEPS * BATCH * replicas
 
 
@@ -491,7 +493,7 @@ def test_a_stream_is_shared_in_rounds(name):
     def net():
         return chain(4, 8, 8, 2)
 
-    cluster = mh.Cluster(WORKERS, hosts=1 if make(name).one_host else None)
+    cluster = mh.Cluster(WORKERS, hosts=1 if make(name).traits.one_host else None)
     strategy = make(name, rule=RULE)
     if (name, "stream without steps") in REFUSED:
         with pytest.raises(mh.Refused, match=REFUSED[name, "stream without steps"]):
@@ -499,7 +501,7 @@ def test_a_stream_is_shared_in_rounds(name):
         return
     models = Joined(strategy, program, cluster, net).models
     x = task(samples=37).data.tensors[0]
-    divides = isinstance(strategy, Divides)
+    divides = strategy.replicas(WORKERS) == 1
     for rank in range(WORKERS):
         mine = [x[n : n + BATCH] for n in (range(0, 32, BATCH) if divides else [rank * BATCH])] * 6
         assert len(seen[rank]) == len(mine)
@@ -513,6 +515,6 @@ def test_a_stream_is_shared_in_rounds(name):
 @pytest.mark.parametrize("field", ["data", "test"])
 def test_managed_training_refuses_a_stream(stream, field):
     fields = {"data": task().data, field: stream}
-    message = rf"^{field} is a {type(stream).__name__}, but must have a length and samples to ask for; your own loop"
+    message = rf"^{field} is a {type(stream).__name__}, but must have a length and an index; your own loop"
     with pytest.raises(mh.Refused, match=message):
         mh.Task(lambda: chain(4, 2), loss=mse_loss, **fields)

@@ -14,12 +14,12 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 from manyhands.core.errors import ManyhandsError
 from manyhands.core.flat import Flat
-from manyhands.core.protocols import Tag
-from manyhands.hands import Hands
+from manyhands.core.port import Tag
 from manyhands.rules import Adam, Momentum, Sgd, by_name
+from manyhands.run.join import Hands
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.strategies.factors import Factors, unpacked
-from manyhands.topology.factors import find_layers
+from manyhands.strategies.factors.factors import Factors, unpacked
+from manyhands.strategies.factors.linear_layer import find_layers
 from manyhands.virtual.world import simulate
 
 RULE = Momentum(0.05, weight_decay=0.1)
@@ -34,7 +34,7 @@ def data(samples=48, dtype=torch.float64):
 
 def train(model, strategy=None, workers=3, steps=6, batch_size=2, dtype=torch.float64, train=None, **where):
     """A short run; a model that takes x and y is its own loss."""
-    own = issubclass(model, Own) if isinstance(model, type) else False
+    own = issubclass(model, PeerModel) if isinstance(model, type) else False
     task = mh.Task(lambda: model().to(dtype), data(dtype=dtype), None if own else mse_loss, batch_size)
     cluster = mh.Cluster(workers=workers, **where)
     return mh.train(task, strategy or Factors(RULE), cluster=cluster, steps=steps, seed=2, **(train or {}))
@@ -63,7 +63,7 @@ def close(one, other):
         torch.testing.assert_close(w, other.weights[name], rtol=0, atol=1e-12)
 
 
-class Own(nn.Module):
+class PeerModel(nn.Module):
     """A model with a loss of its own, two layers and something between them."""
 
     def __init__(self):
@@ -80,7 +80,7 @@ BOTH = "one.weight", "two.weight"
 # -- how a layer is called ------------------------------------------------------------------------------
 
 
-class Positions(Own):
+class Positions(PeerModel):
     """Every sample has three positions: six rows of factors for two samples."""
 
     def forward(self, x, y):
@@ -88,14 +88,14 @@ class Positions(Own):
         return mse_loss(self.two(torch.tanh(self.one(x))).sum(1), y)
 
 
-class OneByOne(Own):
+class OneByOne(PeerModel):
     """A layer that takes a plain vector, and as many times as there are samples."""
 
     def forward(self, x, y):
         return sum(mse_loss(self.two(torch.tanh(self.one(input=a))), b) for a, b in zip(x, y, strict=True))
 
 
-class Again(Own):
+class Again(PeerModel):
     """A layer whose output goes into it once more."""
 
     def __init__(self):
@@ -106,35 +106,35 @@ class Again(Own):
         return mse_loss(self.two(self.again(torch.tanh(self.again(self.one(x))))), y)
 
 
-class InPlace(Own):
+class InPlace(PeerModel):
     """What a layer gives is overwritten."""
 
     def forward(self, x, y):
         return mse_loss(self.two(self.one(x).mul_(2).tanh_()), y)
 
 
-class Sum(Own):
+class Sum(PeerModel):
     """The gradient of an output is one number, seen everywhere."""
 
     def forward(self, x, y):
         return self.two(self.one(x)).sum() / 10
 
 
-class Checkpointed(Own):
+class Checkpointed(PeerModel):
     """The first layer is computed twice, the second time in the backward pass."""
 
     def forward(self, x, y):
         return mse_loss(self.two(checkpoint(lambda x: torch.tanh(self.one(x)), x, use_reentrant=False)), y)
 
 
-class Dropped(Own):
+class Dropped(PeerModel):
     """h is what is left after dropout."""
 
     def forward(self, x, y):
         return mse_loss(self.two(nn.functional.dropout(self.one(x), 0.4)), y)
 
 
-@pytest.mark.parametrize("model", [Own, OneByOne, InPlace, Sum, Checkpointed, Dropped])
+@pytest.mark.parametrize("model", [PeerModel, OneByOne, InPlace, Sum, Checkpointed, Dropped])
 def test_both_layers_go_by_factors(model):
     assert_as_bsp(model, BOTH)
 
@@ -151,7 +151,7 @@ def test_rows_of_all_calls_count():
     assert_as_bsp(Again, ["one.weight", "two.weight"], ["again.weight"], batch_size=2)
 
 
-class Some(Own):
+class Some(PeerModel):
     """Only samples with a positive beginning count, so factors have other numbers of rows everywhere, or none."""
 
     def forward(self, x, y):
@@ -164,7 +164,7 @@ def test_workers_may_have_other_numbers_of_rows(where):
     assert_as_bsp(Some, BOTH, steps=9, **where)
 
 
-class Sometimes(Own):
+class Sometimes(PeerModel):
     """One layer is used by some workers in some steps only: by nobody in some."""
 
     used: list[bool]
@@ -186,7 +186,7 @@ def test_what_nobody_uses_in_a_step_rests():
     assert {sum(Sometimes.used[n : n + 2]) for n in range(0, 24, 2)} == {0, 1, 2}
 
 
-class Never(Own):
+class Never(PeerModel):
     """With a layer that nobody uses."""
 
     def __init__(self):
@@ -204,13 +204,13 @@ def test_a_layer_that_is_never_used_keeps_its_bits():
 # -- whose parameters they are --------------------------------------------------------------------------
 
 
-class NoBias(Own):
+class NoBias(PeerModel):
     def __init__(self):
         super().__init__()
         self.two = nn.Linear(10, 6, bias=False)
 
 
-class FrozenBias(Own):
+class FrozenBias(PeerModel):
     def __init__(self):
         super().__init__()
         self.two.bias.requires_grad_(False)
@@ -221,13 +221,13 @@ def test_without_a_bias_too(model):
     assert_as_bsp(model, BOTH)
 
 
-class FrozenWeight(Own):
+class FrozenWeight(PeerModel):
     def __init__(self):
         super().__init__()
         self.two.weight.requires_grad_(False)
 
 
-class Tied(Own):
+class Tied(PeerModel):
     """A layer and its transposed twin; two layers with one weight; an embedding that is also a layer."""
 
     def __init__(self):
@@ -242,7 +242,7 @@ class Tied(Own):
         return mse_loss(self.two(h), y) + self.five(h).square().mean()
 
 
-class TiedBias(Own):
+class TiedBias(PeerModel):
     def __init__(self):
         super().__init__()
         self.three, self.four = nn.Linear(10, 10), nn.Linear(10, 10)
@@ -252,7 +252,7 @@ class TiedBias(Own):
         return mse_loss(self.two(self.four(torch.tanh(self.three(self.one(x))))), y)
 
 
-class Normed(Own):
+class Normed(PeerModel):
     """The weight of a layer is made of other parameters."""
 
     def __init__(self):
@@ -287,12 +287,12 @@ def test_a_task_that_knows_its_gradient_has_no_factors():
     "rule", [by_name({"two.*": Adam(0.01), "*": RULE}), by_name({"*.bias": Sgd(0.1), "*": RULE})], ids=["two", "bias"]
 )
 def test_parameters_may_lie_apart(rule):
-    factors = train(Own, Factors(rule))
+    factors = train(PeerModel, Factors(rule))
     assert chosen(factors) == {1: ({*BOTH}, set(), set())}
-    close(factors, train(Own, AllReduce(rule)))
+    close(factors, train(PeerModel, AllReduce(rule)))
 
 
-class Mixed(Own):
+class Mixed(PeerModel):
     """Two kinds of numbers."""
 
     def to(self, *_):
@@ -314,7 +314,7 @@ def test_two_kinds_of_numbers_are_two_vectors():
 # -- what is not made up of factors ---------------------------------------------------------------------
 
 
-class Penalty(Own):
+class Penalty(PeerModel):
     """The loss has a small term of its own for some of the weights."""
 
     size = 1e-9
@@ -323,28 +323,28 @@ class Penalty(Own):
         return super().forward(x, y) + self.size * self.two.weight[0].sum()
 
 
-class OneWeight(Own):
+class OneWeight(PeerModel):
     """The same for one weight, and a very small one."""
 
     def forward(self, x, y):
         return super().forward(x, y) + 1e-9 * self.two.weight[2, 3]
 
 
-class OwnBias(Own):
+class OwnBias(PeerModel):
     """The same for the bias."""
 
     def forward(self, x, y):
         return super().forward(x, y) + 1e-9 * self.two.bias.sum()
 
 
-class Around(Own):
+class Around(PeerModel):
     """The weight is used past its layer."""
 
     def forward(self, x, y):
         return mse_loss(nn.functional.linear(self.one(x), self.two.weight, self.two.bias), y)
 
 
-class Both(Own):
+class Both(PeerModel):
     """The weight is used through its layer and past it."""
 
     def forward(self, x, y):
@@ -365,7 +365,7 @@ class Shrinks(nn.Linear):
         return super().forward(x.view(-1, 2, self.in_features).sum(1)).repeat(2, 1)
 
 
-class Odd(Own):
+class Odd(PeerModel):
     kind = Squared
 
     def __init__(self):
@@ -377,7 +377,7 @@ class Odder(Odd):
     kind = Shrinks
 
 
-class Scaled(Own):
+class Scaled(PeerModel):
     """Somebody else's hook changes the gradient of the weight."""
 
     def __init__(self):
@@ -385,7 +385,7 @@ class Scaled(Own):
         self.two.weight.register_hook(lambda g: 2 * g)
 
 
-class Clipped(Own):
+class Clipped(PeerModel):
     """Or what comes back to the layer."""
 
     def forward(self, x, y):
@@ -400,7 +400,7 @@ def test_a_gradient_from_elsewhere_is_noticed(model):
 
 
 def test_attention_reads_weights_past_their_layer():
-    class Attends(Own):
+    class Attends(PeerModel):
         def __init__(self):
             super().__init__()
             self.mid = nn.MultiheadAttention(10, 2, batch_first=True)
@@ -412,10 +412,10 @@ def test_attention_reads_weights_past_their_layer():
     assert_as_bsp(Attends, BOTH, without=["mid.out_proj.weight"])
 
 
-class Warms(Own):
+class Warms(PeerModel):
     """A term that comes in the third step, and only on workers whose x begins with a positive number."""
 
-    late: list[bool]
+    pending_ranks: list[bool]
 
     def __init__(self):
         super().__init__()
@@ -425,30 +425,30 @@ class Warms(Own):
         self.steps += 1
         loss = super().forward(x, y)
         if self.steps == 3:
-            Warms.late.append(bool(x[0, 0] > 0))
-            loss = loss + Warms.late[-1] * 1e-3 * self.two.weight.square().sum()
+            Warms.pending_ranks.append(bool(x[0, 0] > 0))
+            loss = loss + Warms.pending_ranks[-1] * 1e-3 * self.two.weight.square().sum()
         return loss
 
 
 @pytest.mark.parametrize("where", [{}, {"hosts": 1}, {"jitter": 0.5}], ids=str)
 def test_it_is_noticed_in_the_step_in_which_it_comes_and_everyone_agrees(where, caplog):
-    Warms.late = []
+    Warms.pending_ranks = []
     with caplog.at_level(logging.INFO, "manyhands"):
         result = train(Warms, **where)
-    assert 0 < sum(Warms.late) < len(Warms.late) == 3
+    assert 0 < sum(Warms.pending_ranks) < len(Warms.pending_ranks) == 3
     assert chosen(result) == {1: ({*BOTH}, set(), set()), 3: ({"one.weight"}, set(), {"two.weight"})}
     assert [one.args["without_factors"] for one in caplog.records] == [[], ["two.weight"]], "one word each, of the lead"
     close(result, train(Warms, AllReduce(RULE)))
 
 
 def test_half_precision_is_dense():
-    result = train(Own, dtype=torch.bfloat16)
+    result = train(PeerModel, dtype=torch.bfloat16)
     assert chosen(result) == {}
-    assert result.weights_sha256 == train(Own, AllReduce(RULE), dtype=torch.bfloat16).weights_sha256
+    assert result.weights_sha256 == train(PeerModel, AllReduce(RULE), dtype=torch.bfloat16).weights_sha256
 
 
 def test_so_it_is_under_autocast():
-    class Casts(Own):
+    class Casts(PeerModel):
         def forward(self, x, y):
             with torch.autocast("cpu", torch.bfloat16):
                 out = self.two(torch.tanh(self.one(x)))
@@ -463,7 +463,7 @@ def test_so_it_is_under_autocast():
 # -- copies and hooks -----------------------------------------------------------------------------------
 
 
-class Copies(Own):
+class Copies(PeerModel):
     """A copy of a layer runs in every step, and has a gradient of its own; it is saved and read again, too."""
 
     def forward(self, x, y):
@@ -510,27 +510,27 @@ def test_in_ones_own_loop_mini_batches_may_be_overwritten_and_the_model_run_betw
 
 
 def test_a_straggler_changes_nothing():
-    even, slow = (train(Own, stragglers=some) for some in ([], mh.Slow(ranks=[0], factor=5)))
+    even, slow = (train(PeerModel, stragglers=some) for some in ([], mh.Slow(ranks=[0], factor=5)))
     assert slow.weights_sha256 == even.weights_sha256
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_lost_worker_ends_the_run(rank):
-    whole = train(Own)
+    whole = train(PeerModel)
     with pytest.raises(mh.PeerLost, match=f"rank {rank} is lost"):
-        train(Own, faults=[mh.Die(rank, whole.seconds / 2)])
+        train(PeerModel, faults=[mh.Die(rank, whole.seconds / 2)])
 
 
-@pytest.mark.parametrize("model", [Own, Warms])
+@pytest.mark.parametrize("model", [PeerModel, Warms])
 @pytest.mark.parametrize("rule", [RULE, Adam(0.01)], ids=str)
 def test_a_resumed_run_equals_one_that_never_stopped(model, rule, tmp_path):
     """What was measured, and noticed in the third step, stays."""
-    Warms.late = []
+    Warms.pending_ranks = []
     saving = {"out": tmp_path, "checkpoint_every": 4}
     never = train(model, Factors(rule), steps=7)
     train(model, Factors(rule), steps=4, train=saving)
     again = train(model, Factors(rule), steps=7, train={**saving, "resume": tmp_path})
-    if model is Own:  # the other one counts its steps from where it was made
+    if model is PeerModel:  # the other one counts its steps from where it was made
         assert again.weights_sha256 == never.weights_sha256
     assert chosen(again) == {}
 
@@ -540,8 +540,8 @@ def test_other_numbers_of_workers_can_go_on_from_it(before, after, tmp_path):
     found = []
     for strategy, folder in ((Factors(RULE), "factors"), (AllReduce(RULE), "dense")):
         saving = {"out": tmp_path / folder, "checkpoint_every": 4}
-        train(Own, strategy, before, steps=4, train=saving)
-        found.append(train(Own, strategy, after, steps=16, train={**saving, "resume": tmp_path / folder}))
+        train(PeerModel, strategy, before, steps=4, train=saving)
+        found.append(train(PeerModel, strategy, after, steps=16, train={**saving, "resume": tmp_path / folder}))
     close(*found)
 
 
@@ -569,7 +569,7 @@ WRONG = {
 
 
 def small_layers():
-    model = Own().double()
+    model = PeerModel().double()
     return find_layers(model, Flat(dict(model.named_parameters())))
 
 

@@ -14,7 +14,12 @@ from .small import METHODS, ONE_HOST, SERVED, model, steps_of, task
 STOPPING = ["bsp", "bsp_server", "hierarchical_server", "hybrid", "easgd", "asysvrg", "gpipe", "pipedream"]
 """Everyone is needed: a lost worker ends the run."""
 GOING_ON = [
-    *((method, place) for method in SERVED if not METHODS[method]().lockstep for place in ("servers", "one host")),
+    *(
+        (method, place)
+        for method in SERVED
+        if not METHODS[method]().traits.lockstep
+        for place in ("servers", "one host")
+    ),
     ("ad_psgd", "apart"),
     ("gossip", "apart"),
     ("hogwild", "one host"),

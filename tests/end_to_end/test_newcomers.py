@@ -6,12 +6,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from manyhands.core.protocols import Welcomes
 
 from .small import METHODS, ONE_HOST, task
 
 PLACES = {"apart": {}, "servers": {"servers": 2}, "one host": {"hosts": 1}}
-WELCOMING = [name for name, recipe in METHODS.items() if isinstance(recipe(), Welcomes) and recipe().welcomes]
+WELCOMING = [name for name, recipe in METHODS.items() if recipe().traits.joiners]
 WHERE = [(name, place) for name in WELCOMING for place in (["one host"] if name in ONE_HOST else PLACES)]
 
 
@@ -147,7 +146,9 @@ def test_a_newcomer_learns_as_the_others_do():
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in WELCOMING])
 def test_elsewhere_nobody_may_come_later(name):
-    with pytest.raises(mh.Refused, match="the number of newcomers is 1, but must be 0: here nobody may come later"):
+    with pytest.raises(
+        mh.Refused, match="the number of joining workers is 1, but must be 0: no worker can join a run of"
+    ):
         mh.train(task(), METHODS[name](), cluster=mh.Cluster(workers=2, newcomers=["1ms"]), steps=2)
 
 

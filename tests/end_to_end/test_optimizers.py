@@ -115,7 +115,7 @@ SERVED = [
 ]
 
 
-def places():
+def slots():
     for name in sorted(set(catalog.__all__) - NOT_PLAIN):
         yield name, {}
         if name in SERVED:
@@ -128,7 +128,7 @@ def method(name, **knobs):
     return getattr(mh, name)(**PLAIN.get(name, {}), **knobs)
 
 
-@pytest.mark.parametrize(("name", "place"), [*places()], ids=str)
+@pytest.mark.parametrize(("name", "place"), [*slots()], ids=str)
 def test_one_worker_with_groups_of_parameters_is_torch(name, place):
     knobs = {"shard": place["shard"]} if "shard" in place else {}
     cluster = mh.Cluster(workers=1, servers=place.get("servers", 0))

@@ -1,4 +1,4 @@
-"""The user's own loop, in virtual time: it does what the managed one does, and ends the same on every rank."""
+"""The user's own loop, in virtual time: it trains as `mh.train` does, and ends with one model on every rank."""
 
 import copy
 from functools import partial
@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 import manyhands as mh
 from manyhands import rules
-from manyhands.core.protocols import Tag
-from manyhands.hands import Hands
-from manyhands.virtual.budget import Common
+from manyhands.core.port import Tag
+from manyhands.core.strategy import Strategy, Traits
+from manyhands.run.join import Hands
+from manyhands.virtual.budget import VirtualSharedBudget
 from manyhands.virtual.world import simulate
 
 from .small import METHODS, ONE_HOST, SERVED, model, task
@@ -24,7 +25,7 @@ DATA = task().data
 
 
 class Joined:
-    """Hands on every rank of a virtual cluster: all their budgets are common, nth share by nth share."""
+    """Hands on every rank of a virtual cluster; the nth share has the same budget on all of them."""
 
     def __init__(self, strategy, program, cluster=None, make=model, loss=mse_loss, optimizer=None, **knobs):
         self.strategy, self.program, self.make, self.loss, self.knobs = strategy, program, make, loss, knobs
@@ -59,14 +60,14 @@ class Joined:
         def budget(total):
             number = next(made)
             if number == len(self.budgets):
-                self.budgets.append(Common(total))
+                self.budgets.append(VirtualSharedBudget(total))
             return self.budgets[number]
 
         return budget
 
 
 def loop(hands, losses, data=DATA, batch_size=4, **settings):
-    """What people write."""
+    """A typical user's loop."""
     for x, y in hands.share(data, batch_size, **settings):
         losses.append(hands.step(x, y))
 
@@ -122,7 +123,7 @@ def test_every_method_lowers_the_loss_and_ends_with_one_answer_everywhere(name):
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_server_ranks_serve_and_go_on_after_the_block_with_the_answer(name):
+def test_server_ranks_serve_and_continue_after_the_block_with_the_answer(name):
     joined = Joined(METHODS[name](), looped(epochs=8), cluster_for(name, servers=2))
     assert [one["hands"].role for one in joined.ranks] == ["worker"] * 4 + ["server"] * 2
     assert all(one["after"] for one in joined.ranks)
@@ -177,7 +178,7 @@ def test_all_ranks_begin_with_the_weights_of_the_lead():
     assert same(joined.models, [managed(mh.bsp_server(), mh.Cluster(workers=4, servers=2), epochs=2)])
 
 
-def test_nobody_begins_before_everyone_is_set_up():
+def test_no_worker_begins_before_all_are_set_up():
     began = []
 
     def program(hands, losses):
@@ -217,8 +218,8 @@ def test_a_list_of_stages_is_a_pipeline():
 
     def run(transport):
         net = fresh()
-        parts = [net[0:2], net[2:4], net[4:6], net[6:7]]
-        with Hands(transport, parts, strategy=mh.gpipe(), loss=mse_loss) as hands:
+        groups = [net[0:2], net[2:4], net[4:6], net[6:7]]
+        with Hands(transport, groups, strategy=mh.gpipe(), loss=mse_loss) as hands:
             program(hands, [])
         stages.append(net)
 
@@ -409,7 +410,7 @@ def test_each_rank_takes_its_mini_batch_of_every_complete_round_of_a_stream(name
     assert lists == [[[0, 1], [4, 5]] * 2, [[2, 3], [6, 7]] * 2]
 
 
-def test_steps_of_a_stream_go_on_with_further_passes():
+def test_steps_of_a_stream_continue_with_further_passes():
     data = Stream(TensorDataset(torch.arange(10)))
     ranks = batches_of(mh.bsp(), mh.Cluster(workers=2), dataset=data, batch_size=2, steps=3)
     assert [[field.tolist() for (field,) in batches] for batches in ranks] == [
@@ -507,7 +508,7 @@ def test_a_sample_that_is_one_tensor_gives_a_tensor():
     assert [batch.sort().values.tolist() for batch in batches] == [[0, 1, 2, 3]]
 
 
-def test_words_are_passed_on():
+def test_strings_are_passed_on():
     samples = [("a", torch.tensor(0)), ("b", torch.tensor(1))]
     (batches,) = batches_of(mh.bsp(), mh.Cluster(workers=1), dataset=samples, batch_size=2)
     ((words, numbers),) = batches
@@ -519,7 +520,7 @@ def test_a_collate_function_makes_the_mini_batch():
     assert ranks == [[4]] * 4
 
 
-def test_a_loader_that_shuffles_is_taken_apart():
+def test_a_loader_that_shuffles_is_replaced_by_its_data_set():
     loader = DataLoader(DATA, batch_size=4, shuffle=True)
     joined = Joined(mh.bsp(), looped(data=loader, batch_size=None, epochs=2))
     assert same(joined.models, [managed(mh.bsp(), epochs=2)])
@@ -530,7 +531,7 @@ def test_the_collate_function_of_a_loader_is_used():
     assert batches_of(mh.bsp(), dataset=loader, steps=2) == [[4, 4]] * 4
 
 
-def test_a_loader_of_a_stream_is_taken_apart():
+def test_a_loader_of_a_stream_is_replaced_by_its_data_set():
     loader = DataLoader(Stream(), batch_size=4)
     streamed = Joined(mh.bsp(), looped(data=loader, batch_size=None, steps=4))
     assert same(streamed.models, Joined(mh.bsp(), looped(data=Stream(), steps=4)).models)
@@ -629,8 +630,8 @@ def test_the_others_end_with_one_answer_when_a_worker_dies(name, rank):
 
 @pytest.mark.parametrize("name", ["ssp", "bsp_server", "bsp", "ad_psgd", "d_psgd", "gossip", "pipedream"])
 @pytest.mark.parametrize("rank", [0, 1, 3])
-def test_nobody_hangs_whenever_a_worker_dies(name, rank):
-    """The death may fall into the beginning, the loop, the answer or the handing round."""
+def test_no_rank_waits_for_ever_whenever_a_worker_is_lost(name, rank):
+    """The loss may occur at the beginning, in the loop, in the answer or in its broadcast."""
     strategy = METHODS[name]()
     whole = Joined(strategy, looped(steps=3), on_one_host()).simulation.seconds
     outcomes = set()
@@ -645,16 +646,16 @@ def test_nobody_hangs_whenever_a_worker_dies(name, rank):
             assert same(joined.models)
             led = sum(one["hands"].lead for one in joined.ranks)
             assert led == 1 or (led == 0 and rank == 0)
-            outcomes.add("went on")
+            outcomes.add("continued")
     if name in ("ssp", "ad_psgd", "d_psgd", "gossip"):
-        assert outcomes == {"went on"} if rank else "went on" in outcomes
+        assert outcomes == {"continued"} if rank else "continued" in outcomes
     else:
         assert "named" in outcomes
 
 
 @pytest.mark.parametrize("name", ["bsp", "bsp_server", "ad_psgd", "d_psgd", "gossip"])
 def test_the_lead_may_die_while_all_begin(name):
-    """Rank 3 is far away: when the others have heard that all are set up, it has not."""
+    """Rank 3 has a slow link: the others leave the barrier before it does."""
     for moment in range(40):
         faults = [mh.SlowLink(3, factor=5), mh.Die(0, at=moment * 25e-6)]
         try:
@@ -666,24 +667,26 @@ def test_the_lead_may_die_while_all_begin(name):
 
 
 class Broken(Exception):
-    """Something in the user's loop."""
+    """An error in the user's loop."""
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_an_exception_leaves_the_block_at_once_and_the_others_are_told(name):
+def test_an_exception_leaves_the_block_at_once_and_is_reported(name):
     seen = {}
 
     def run(transport):
-        transport.fail = lambda error: seen.update(told=error, at=transport.now())
+        transport.fail = lambda error: seen.update(error=error, at=transport.now())
         net = fresh()
         try:
-            with Hands(transport, net, strategy=METHODS[name](), loss=mse_loss, budget_for=Common) as hands:
+            with Hands(
+                transport, net, strategy=METHODS[name](), loss=mse_loss, budget_for=VirtualSharedBudget
+            ) as hands:
                 for number, (x, y) in enumerate(hands.share(DATA, 4, epochs=4)):
                     if hands.rank == 1 and number == 2:
                         raise Broken
                     hands.step(x, y)
         except Broken as error:
-            assert (seen["told"], seen["at"]) == (error, transport.now())
+            assert (seen["error"], seen["at"]) == (error, transport.now())
             mse_loss(net(x), y).backward()
             assert all(p.grad is not None for p in net.parameters())
             raise
@@ -693,11 +696,11 @@ def test_an_exception_leaves_the_block_at_once_and_the_others_are_told(name):
     assert seen
 
 
-def test_an_error_at_the_end_of_the_block_is_told_too():
-    told = []
+def test_an_error_at_the_end_of_the_block_is_reported_too():
+    errors = []
 
     def run(transport):
-        transport.fail = told.append
+        transport.fail = errors.append
         with Hands(transport, fresh(), strategy=mh.bsp(), loss=mse_loss) as hands:
             loop(hands, [])
             if hands.rank == 0:
@@ -706,7 +709,7 @@ def test_an_error_at_the_end_of_the_block_is_told_too():
     with pytest.raises(mh.PeerLost) as lost:
         simulate(mh.Cluster(workers=2, faults=[mh.Die(0, at=1.0)]), run)
     assert lost.value.rank == 0
-    assert told[-1] is lost.value
+    assert errors[-1] is lost.value
 
 
 def test_a_loss_that_is_no_number_is_named():
@@ -776,10 +779,18 @@ MISUSE = [
     (mh.bsp, share(dataset=3), "the data set is a int, but must be map-style or iterable"),
     (mh.bsp, share(dataset=[0, 1, 2]), "a data set of 3 samples cannot be shared by 4 workers"),
     (mh.bsp, share(dataset=Stream(), epochs=1.5), "epochs is 1.5, but must be a whole number >= 1 for a stream"),
-    (mh.bsp, share(dataset=iter(DATA), epochs=2), "epochs is 2, but must be 1: an iterator can be walked only once"),
+    (
+        mh.bsp,
+        share(dataset=iter(DATA), epochs=2),
+        "epochs is 2, but must be 1: an iterator can be iterated over only once",
+    ),
     (mh.bsp, share(dataset=Stream(), batch_size=11), "in a pass over the stream is 40, but must be >= 44"),
     (mh.bsp, share(dataset=Stream(), batch_size=11, steps=5), "in a pass over the stream is 40, but must be >= 44"),
-    (mh.pipedream, share(dataset=Stream()), "steps is missing: a pipeline that streams must know when its last"),
+    (
+        mh.pipedream,
+        share(dataset=Stream()),
+        "steps is missing: a pipeline that streams must know which mini-batch is its last",
+    ),
     (mh.pipedream, step(X, Y), "step 1 is one more than was announced"),
     (mh.pipedream, step_too_often, "step 3 is one more than was announced"),
     (mh.gpipe, step(X, X, Y), "a step has 3 fields, but in a pipeline must have two, unnamed"),
@@ -842,8 +853,14 @@ def test_what_a_method_cannot_have_is_refused_at_once():
 
 
 def test_a_method_without_a_rule_takes_no_optimizer():
-    class Ruleless:
-        lockstep, one_host = True, False
+    class Ruleless(Strategy):
+        traits = Traits(lockstep=True, on_worker_loss="ends")
+
+        def setup(self, w): ...
+
+        def step(self, w, batch): ...
+
+        def answer(self, w): ...
 
     with pytest.raises(mh.Refused, match="a Ruleless has no rule that an optimizer could replace"):
         Joined(Ruleless(), looped(), optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1))

@@ -227,8 +227,8 @@ def test_the_record_says_who_took_part_and_what_every_step_was_like(method, tmp_
         assert [line["step"] for line in own] == list(range(1, len(own) + 1))
         assert [line["time"] for line in own] == sorted(line["time"] for line in own)
         for line in own if method != "sandblaster" else ():  # which computes beside its main program
-            spent = sum(line[name] for name in ("compute", "encode", "wait", "send"))
-            assert line["began"] <= line["compute_began"] and spent <= line["time"] - line["began"] + 1e-8
+            timer = sum(line[name] for name in ("compute", "encode", "wait", "send"))
+            assert line["began"] <= line["compute_began"] and timer <= line["time"] - line["began"] + 1e-8
     assert last["end"] is True
     assert last["weights_sha256"] == result.weights_sha256
     assert result.samples == 5 * 4 * (1 if method in ("gpipe", "pipedream") else 4)
@@ -438,7 +438,7 @@ def test_the_collective_chosen_for_sizes_only_sends_no_more_than_it_must():
     """Buckets above 64 KiB go the way of Rabenseifner, smaller ones and the marks by butterfly."""
     vgg = load("vgg16")
     flat = Flat(dict(vgg.build(0).named_parameters()))
-    lengths = [bucket.numel for bucket in flat.buckets()] + [len(flat.places)]
+    lengths = [bucket.numel for bucket in flat.buckets()] + [len(flat.slots)]
     large = sum(length for length in lengths if 4 * length > 64 * 1024)
     small = sum(lengths) - large
     assert large > 1000 * small > 0

@@ -40,7 +40,7 @@ def verify(seen, number):
 
 def attend(seen, schedule):
     """What came of it: a result under the laws of its method, or the loss of somebody who cannot be spared."""
-    seen.begin(schedule.relays)
+    seen.begin(schedule.aggregators)
     doomed, spared = schedule.doomed, schedule.spared
     try:
         result = schedule.run()

@@ -1,4 +1,4 @@
-"""What cannot work is refused before the first step, with the value and the bound; what goes wrong later is named."""
+"""What cannot work is refused before the first step, with the value and the bound; later failures are named."""
 
 import json
 import math
@@ -125,6 +125,20 @@ MACHINES = [
     (train(mh.hogwild, cluster=mh.Cluster(hosts=2)), "hosts is 2, but this method needs all workers on 1 host"),
     (train(mh.ssp, cluster=mh.Cluster(servers=2), servers=3), "servers is 3, but the cluster has 2"),
     (train(mh.ssp, servers=-1), "servers is -1, but must be >= 0"),
+    (train(mh.ssp, workers=0), "workers is 0, but must be >= 1"),
+    (train(mh.hogwild, workers=2, link="tcp"), "link is tcp, but must be shm: the workers of this method share memory"),
+    (train(mh.bsp, on=mh.Local(2), workers=2), "workers is 2, but must be left out beside on=Local(workers=2, "),
+    (train(mh.bsp, on=mh.Cluster(2), link="tcp"), "link is tcp, but must be left out beside on=Cluster(workers=2, "),
+    (train(mh.bsp, on=mh.Cluster(2), cluster=mh.Cluster(2)), "give it to mh.Local or mh.Cluster"),
+    (train(mh.bsp, on=mh.Local), "but must be mh.Local(...) or mh.Cluster(...)"),
+    (train(mh.bsp, on=4), "on is 4, but must be mh.Local(...) or mh.Cluster(...)"),
+    (train(mh.bsp, on=mh.Local(2, servers=1)), "servers is 1, but must be 0: this method has none"),
+    (train(mh.bsp, on=mh.Local(2, spares=1)), "the number of joining workers is 1, but must be 0"),
+    (train(mh.ssp, load("vgg16"), on=mh.Local(2)), "the task is vgg16, but must be one with data"),
+    (lambda _: mh.Local(0), "workers is 0, but must be >= 1"),
+    (lambda _: mh.Local(servers=-1), "servers is -1, but must be >= 0"),
+    (lambda _: mh.Local(link="udp"), "link is udp, but must be shm or tcp"),
+    (lambda _: mh.Local(spares=-1), "spares is -1, but must be >= 0"),
     (train(lambda: mh.bsp(collective="shared")), "the number of hosts of a shared collective is 4, but must be 1"),
 ]
 
@@ -247,7 +261,7 @@ class Fragile(nn.Module):
 def test_a_loss_that_is_no_number_stops_the_run_and_names_rank_and_step(method, rank, step):
     """Rank r of 4 owns the samples r, r + 4, ...; here each sample is its own number.
 
-    In Sandblaster anybody may compute them, any number of times: it has a test of its own.
+    In Sandblaster any worker may compute them, any number of times: it has its own test.
     """
     x = torch.arange(40.0).reshape(40, 1)
     data = mh.Task(
@@ -295,7 +309,7 @@ def test_uneven_shares_never_hang(method, samples):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_digits_are_not_divisible_by_four_and_nobody_cares(method):
+def test_digits_are_not_divisible_by_four_workers(method):
     digits = load("digits")
     assert len(digits.data) % 4 == 1
     result = mh.train(digits, METHODS[method](), cluster=mh.Cluster(workers=4), epochs=1.2)

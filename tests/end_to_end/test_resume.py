@@ -11,7 +11,8 @@ from torch import nn
 import manyhands as mh
 from manyhands.catalog import compressed
 from manyhands.codecs import Feedback, TopK
-from manyhands.core.saving import named
+from manyhands.core.state import named
+from manyhands.core.strategy import Strategy, Traits
 from manyhands.rules import Adam, Momentum, Sgd, Torch, by_name
 from manyhands.runtime.checkpoint import load_checkpoint
 
@@ -253,7 +254,7 @@ def test_a_checkpoint_waits_for_gradients_that_are_still_on_their_way(tmp_path):
 
 def test_after_a_checkpoint_all_clients_begin_at_the_same_weights(tmp_path):
     seen = {}
-    strategy = watched(mh.downpour(n_fetch=3), lambda _, w: seen.update({w.rank: w.flat.named()}), "go_on")
+    strategy = watched(mh.downpour(n_fetch=3), lambda _, w: seen.update({w.rank: w.flat.named()}), "resume")
     mh.train(task(), strategy, steps=4, out=tmp_path, checkpoint_every=4)
     saved = load_checkpoint(tmp_path / "checkpoints").weights
     assert len(seen) == 4
@@ -262,19 +263,19 @@ def test_after_a_checkpoint_all_clients_begin_at_the_same_weights(tmp_path):
 
 def test_random_choices_go_on_alike_whether_resumed_or_not(tmp_path):
     went_on, was_resumed = {}, {}
-    whole = watched(mh.ad_psgd(), lambda _, w: went_on.setdefault(w.rank, w.random.getstate()), "go_on")
+    whole = watched(mh.ad_psgd(), lambda _, w: went_on.setdefault(w.rank, w.random.getstate()), "resume")
     again = watched(mh.ad_psgd(), lambda _, w: was_resumed.setdefault(w.rank, w.random.getstate()))
     mh.train(task(), whole, steps=6, out=tmp_path, checkpoint_every=3)
     mh.train(task(), again, steps=6, resume=tmp_path / "checkpoints" / "step-00000003")
     assert went_on == was_resumed and len({str(state) for state in went_on.values()}) == 4
 
 
-def watched(strategy, look, moment="restore"):
-    """The strategy, looked at on every worker right after it was restored, or after another moment."""
+def watched(strategy, look, moment="restored"):
+    """The strategy, with a look at every worker right after its state was loaded, or after another moment."""
     kind = type(strategy)
 
-    def method(self, w, *saved):
-        getattr(kind, moment)(self, w, *saved)
+    def method(self, w):
+        getattr(kind, moment)(self, w)
         look(self, w)
 
     strategy.__class__ = type(kind.__name__, (kind,), {moment: method})
@@ -286,9 +287,9 @@ def restored(method, folder, workers=4):
     seen = {}
 
     def look(self, w):
-        names = {place.mark: place.name for place in w.flat.places}
-        held = self.own.held if hasattr(self, "own") else self.held
-        momentum = {names[mark]: state["m"].clone() for one in held for mark, _, _, state in one.segments()}
+        names = {slot.param_id: slot.name for slot in w.flat.slots}
+        slices = self.own.slices if hasattr(self, "own") else self.slices
+        momentum = {names[mark]: state["m"].clone() for one in slices for mark, _, _, state in one.segments()}
         seen[w.rank] = w.flat.named(), momentum
 
     strategy = watched(METHODS[method](rule=Momentum(0.01)), look)
@@ -330,11 +331,11 @@ def test_steps_and_data_go_on_where_each_worker_was(tmp_path):
     cluster = mh.Cluster(workers=2, speeds=[1, 3])
     data = task(work=1e7)
     mh.train(data, mh.downpour(lr=0.01), cluster=cluster, steps=8, out=tmp_path, checkpoint_every=8)
-    places = load_checkpoint(tmp_path / "checkpoints").facts["positions"]
-    assert places[0] < places[1] and sum(places) == 16
+    slots = load_checkpoint(tmp_path / "checkpoints").facts["positions"]
+    assert slots[0] < slots[1] and sum(slots) == 16
     again = mh.train(data, mh.downpour(lr=0.01), cluster=cluster, steps=10, resume=tmp_path)
     firsts = {rank: min(line["step"] for line in steps_of(again) if line["rank"] == rank) for rank in (0, 1)}
-    assert firsts == {0: places[0] + 1, 1: places[1] + 1}
+    assert firsts == {0: slots[0] + 1, 1: slots[1] + 1}
 
 
 # -- another number of workers --------------------------------------------------------------------------
@@ -375,9 +376,9 @@ def test_what_workers_that_are_gone_had_not_sent_goes_to_those_that_are_left(tmp
 
     def look(self, w):
         assert not self.untouched, "all parameters have a gradient waiting"
-        vectors = {"memory": self.sender.memory, "accrued": self.accrued}
+        vectors = {"memory": self.encoder.memory, "accrued": self.accrued}
         seen[w.rank] = {
-            f"{kind}/{n}": x.clone() for kind, xs in vectors.items() for n, x in named(w.flat.places, xs).items()
+            f"{kind}/{n}": x.clone() for kind, xs in vectors.items() for n, x in named(w.flat.slots, xs).items()
         }
 
     strategy = watched(METHODS["downpour"](rule=Sgd(0.02), **knobs), look)
@@ -432,8 +433,8 @@ def test_what_does_not_fit_is_refused(saved_run, change, message):
 
 
 def test_a_strategy_that_cannot_be_saved_is_refused(tmp_path):
-    class Plain:
-        lockstep, one_host = True, False
+    class Plain(Strategy):
+        traits = Traits(lockstep=True, on_worker_loss="ends", resumable=False)
 
         def setup(self, w):
             """Nothing."""

@@ -2,7 +2,7 @@
 
     gradient (rank, step) -> push (rank, number) -> pending in a slot of a shard -> part of an update, or refused
 
-If workers come in groups, several pushes become one at a relay, and lie in that slot together.
+If workers are in groups, an aggregator makes one push of several, and its slot stands for all of them.
 
 Nothing is changed but one thing: a run that goes on for very many events is ended, since it would go on for ever.
 """
@@ -13,16 +13,17 @@ from itertools import chain
 
 import torch
 
-from manyhands.core.sending import Sender
+from manyhands.core.encoder import Encoder
 from manyhands.core.worker import Worker
-from manyhands.strategies.coordinator import Coordinator
+from manyhands.servers.aggregation import AggregatorUplink
+from manyhands.servers.clock_table import ClockTable
+from manyhands.servers.shard import Shard
+from manyhands.servers.shared_memory_shard import SharedMemoryShard
 from manyhands.strategies.elastic import Elastic
 from manyhands.strategies.local_steps import LocalSteps
+from manyhands.strategies.sandblaster.coordinator import Coordinator
+from manyhands.strategies.sandblaster.vector_server import VectorServer
 from manyhands.strategies.server import Server
-from manyhands.topology.keeping import Keeper
-from manyhands.topology.servers.ledger import Ledger
-from manyhands.topology.servers.relay import Branch
-from manyhands.topology.servers.shard import Shard
 from manyhands.virtual.kernel import Kernel
 
 MOST_EVENTS = 300_000
@@ -39,19 +40,19 @@ class Witness:
     def __init__(self, patch):
         self.begin()
         for kind, name in (
-            *[(Kernel, "wait"), (Worker, "gradient"), (Server, "push"), (Sender, "encode"), (Server, "pull")],
+            *[(Kernel, "wait"), (Worker, "gradient"), (Server, "_push"), (Encoder, "encode"), (Server, "_pull")],
             *[(Server, "finish"), (Shard, "push"), (Shard, "pull"), (Shard, "_settle"), (Shard, "_update")],
-            *[(Shard, "_drop_outdated"), (Ledger, "add_pending"), (Elastic, "finish"), (LocalSteps, "combine")],
-            *[(Coordinator, "_improve"), (Keeper, "_close")],
-            *[(Branch, "__init__"), (Branch, "push"), (Branch, "_pass_on")],
+            *[(Shard, "_drop_outdated"), (ClockTable, "add_pending"), (Elastic, "finish"), (LocalSteps, "_combine")],
+            *[(Coordinator, "_improve"), (VectorServer, "_close")],
+            *[(AggregatorUplink, "__init__"), (AggregatorUplink, "push"), (AggregatorUplink, "_push_sum")],
         ):
             patch.setattr(kind, name, self._seen(getattr(kind, name), f"{kind.__name__.lower()}_{name.strip('_')}"))
 
-    def begin(self, relays=()):
-        """Forget everything; `relays` are the ranks that come to the shards, if not every worker does by itself."""
+    def begin(self, aggregators=()):
+        """Forget everything; `aggregators` are the ranks that push for groups of workers, if there are any."""
         self.gradients = defaultdict(list)  # rank: (step, gradient)
         self.payloads = defaultdict(list)  # rank: for each push what it says, as numbers, and of how many steps
-        self.answered = Counter()  # rank: how many pushes were followed by a read that came back
+        self.answered = Counter()  # rank: how many pushes it knows the outcome of, by a pull or in shared memory
         self.left_over = {}  # rank: the codec's memory at the end, if it came to one
         self.updates = defaultdict(list)  # shard: groups of (worker, push, staleness)
         self.refused = defaultdict(set)  # shard: (worker, push)
@@ -62,9 +63,9 @@ class Witness:
         self.combined = defaultdict(list)  # rank: its weights after each round
         self.batches = []  # those of Sandblaster: portions
         self.sums = []  # those of Sandblaster: where, of what, and how much
-        self._relays = relays
-        self._held = defaultdict(list)  # shard and relay: (worker, push), which have not gone up
-        self._risen = defaultdict(list)  # shard and relay: for each push of its own what it is made of
+        self._aggregators = aggregators
+        self._held = defaultdict(list)  # shard and aggregator: (worker, push), which have not gone up
+        self._risen = defaultdict(list)  # shard and aggregator: for each push of its own what it is made of
         self._pushes = Counter()
         self._slots = {}  # shard and slot: (worker, push), of which what lies there is made
         self._current = None
@@ -87,7 +88,7 @@ class Witness:
 
     def _worker_gradient(self, gradient, w, *rest, **knobs):
         loss = gradient(w, *rest, **knobs)
-        self.gradients[w.rank].append((w.step, w.flat.parts[0].grad.clone()))
+        self.gradients[w.rank].append((w.step, w.flat.groups[0].grad.clone()))
         return loss
 
     # -- parameter servers: a worker --------------------------------------------------------------
@@ -95,10 +96,12 @@ class Witness:
     def _server_push(self, push, server, w):
         clock, shards = len(self.payloads[w.rank]), {shard for shard, i in self.slowest_read if i == w.rank}
         self.lags[w.rank, w.step] = max((clock - self.slowest_read[shard, w.rank] for shard in shards), default=clock)
-        self.payloads[w.rank].append((torch.zeros_like(w.flat.parts[0].grad), max(1, server.accruals)))
+        self.payloads[w.rank].append((torch.zeros_like(w.flat.groups[0].grad), max(1, server.accruals)))
         push(server, w)
+        if all(isinstance(client, SharedMemoryShard) for client in server.clients):
+            self.answered[w.rank] = len(self.payloads[w.rank])
 
-    def _sender_encode(self, encode, sender, grad, span):
+    def _encoder_encode(self, encode, sender, grad, span):
         payload = encode(sender, grad, span)
         sender.codec.decode(payload, self.payloads[sender._w.rank][-1][0][span.start : span.stop])
         return payload
@@ -109,22 +112,22 @@ class Witness:
 
     def _server_finish(self, finish, server, w):
         finish(server, w)
-        remains = server.sender.memory[0]
+        remains = server.encoder.memory[0]
         self.left_over[w.rank] = None if remains is None else remains.clone()
 
     # -- parameter servers: a shard ---------------------------------------------------------------
 
     def _shard_push(self, push, shard, i, *rest, **knobs):
         name, number = _name(shard), self._next(_name(shard), i)
-        self._current = name, self._risen[name, self._relays[i]][number] if self._relays else [(i, number)]
+        self._current = name, self._risen[name, self._aggregators[i]][number] if self._aggregators else [(i, number)]
         freed = push(shard, i, *rest, **knobs)
         if self._current is not None:
             self.refused[name] |= set(self._current[1])
         self._current = None
         return freed
 
-    def _ledger_add_pending(self, add_pending, ledger, i, seen=0, *more):
-        slot = add_pending(ledger, i, seen, *more)
+    def _clocktable_add_pending(self, add_pending, clocks, i, seen=0, *more):
+        slot = add_pending(clocks, i, seen, *more)
         if self._current is not None:
             name, pushes = self._current
             self._slots[name, slot] = pushes
@@ -136,17 +139,17 @@ class Witness:
         self._pushes[who] += 1
         return self._pushes[who] - 1
 
-    def _shard_update(self, update, shard, group):
-        name, version = _name(shard), shard.ledger.version
+    def _shard_update(self, update, shard, group, read):
+        name, version = _name(shard), shard.clocks.version
         if group:
             pushes = [(*push, version - one.seen) for one in group for push in self._slots[name, one.slot]]
             self.updates[name].append(pushes)
-        update(shard, group)
+        update(shard, group, read)
 
     def _shard_drop_outdated(self, drop, shard):
-        before, name = set(shard.ledger.all_pending()), _name(shard)
+        before, name = set(shard.clocks.all_pending()), _name(shard)
         drop(shard)
-        dropped = before - set(shard.ledger.all_pending())
+        dropped = before - set(shard.clocks.all_pending())
         self.refused[name] |= set(chain(*(self._slots[name, one.slot] for one in dropped)))
 
     def _shard_pull(self, pull, shard, i, *rest):
@@ -161,45 +164,45 @@ class Witness:
 
     def _let_in(self, shard, workers):
         for i in workers:
-            clock, slowest, *_ = shard.ledger.standing(i)
+            clock, slowest, *_ = shard.clocks.worker_clock(i)
             self.gaps.append(clock - slowest)
             self.slowest_read[_name(shard), i] = slowest
 
-    # -- parameter servers: a relay ---------------------------------------------------------------
+    # -- parameter servers: an aggregator --------------------------------------------------------
 
-    def _branch_init(self, init, branch, w, keeper, spans, *rest):
-        init(branch, w, keeper, spans, *rest)
+    def _aggregatoruplink_init(self, init, branch, w, server, spans, *rest):
+        init(branch, w, server, spans, *rest)
         branch.seen_as = tuple(spans), w.rank
 
-    def _branch_push(self, push, branch, child, *rest):
-        shard, relay = branch.seen_as
-        self._held[shard, relay].append((child, self._next("child", shard, child)))
+    def _aggregatoruplink_push(self, push, branch, child, *rest):
+        shard, aggregator = branch.seen_as
+        self._held[shard, aggregator].append((child, self._next("child", shard, child)))
         push(branch, child, *rest)
 
-    def _branch_pass_on(self, pass_on, branch):
+    def _aggregatoruplink_push_sum(self, push_sum, branch):
         self._risen[branch.seen_as].append(self._held.pop(branch.seen_as))
-        pass_on(branch)
+        push_sum(branch)
 
     # -- others -----------------------------------------------------------------------------------
 
     def _elastic_finish(self, finish, elastic, w):
         finish(elastic, w)
-        self.replicas[w.rank] = w.flat.parts[0].weights.clone()
+        self.replicas[w.rank] = w.flat.groups[0].weights.clone()
 
     def _localsteps_combine(self, combine, local, w):
         combine(local, w)
-        self.combined[w.rank].append(w.flat.parts[0].weights.clone())
+        self.combined[w.rank].append(w.flat.groups[0].weights.clone())
 
     def _coordinator_improve(self, improve, coordinator):
-        brought = coordinator._brought
+        brought = coordinator._waiting
         self.batches.append([portion for rank in sorted(brought) for portion in brought[rank]])
         return improve(coordinator)
 
-    def _keeper_close(self, close, keeper, *rest):
-        point, total = keeper._point[0].clone(), keeper._sum.total[0].clone()
-        self.sums.append((len(self.batches) - 1, keeper._vectors.spans[0], point, total))
-        close(keeper, *rest)
+    def _vectorserver_close(self, close, server, *rest):
+        point, total = server._point[0].clone(), server._sum.total[0].clone()
+        self.sums.append((len(self.batches) - 1, server._vectors.spans[0], point, total))
+        close(server, *rest)
 
 
 def _name(shard):
-    return tuple(holding.span for holding in shard.holdings)
+    return tuple(weight_slice.span for weight_slice in shard.slices)

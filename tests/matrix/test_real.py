@@ -27,7 +27,7 @@ from every_method import (
     replicas,
     welcomes,
 )
-from manyhands.runtime.failures import exit_code
+from manyhands.runtime.membership.error_codec import exit_code
 from real.tools import KILLED, LIMIT, SPARE, Awaited, Strike, ask_to_stop, kill, messages, slow_down, struck, taken_by
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("quickly")]
@@ -134,7 +134,7 @@ def test_the_others_do_what_the_lost_worker_cannot(name, link, tmp_path):
     assert result.lost == [(1, KILLED)]
     assert result.test_accuracy >= GOOD
     taken = taken_by(result)
-    if strategy.lockstep:
+    if strategy.traits.lockstep:
         assert taken[0] == taken[2] == steps
     else:
         assert taken[0] + taken[2] == steps * 3 - strike.step - 1, "it took its last one with it"

@@ -57,7 +57,7 @@ def test_a_newcomer_learns_with_the_others(name):
     """The eighth comes after a quarter of the time that seven would take."""
     strategy = EVERY[name]()
     alone = trained(name, workers=7)
-    cluster = mh.Cluster(workers=7, hosts=1 if strategy.one_host else None, newcomers=[alone.seconds / 4])
+    cluster = mh.Cluster(workers=7, hosts=1 if strategy.traits.one_host else None, newcomers=[alone.seconds / 4])
     result = mh.train("digits", strategy, cluster=cluster)
     assert (result.lost, result.samples) == ([], alone.samples)
     assert taken_by(result)[7] > result.steps // 2

@@ -1,21 +1,16 @@
-"""Card 2, BSP: pinned values on toy T, and its identities."""
+"""BSP: pinned values on toy T, and its identities."""
 
 import pytest
 import torch
 from toys import number, probed, toy_t
 
 import manyhands as mh
+from manyhands.collectives import ALGORITHMS
 from manyhands.splits.data import Share
 from manyhands.tasks import load
 
 FORMS = {
-    "auto": (mh.bsp(lr=0.1), {}),
-    "ring": (mh.bsp(lr=0.1, collective="ring"), {}),
-    "tree": (mh.bsp(lr=0.1, collective="tree"), {}),
-    "butterfly": (mh.bsp(lr=0.1, collective="butterfly"), {}),
-    "rabenseifner": (mh.bsp(lr=0.1, collective="rabenseifner"), {}),
-    "native": (mh.bsp(lr=0.1, collective="native"), {}),
-    "shared": (mh.bsp(lr=0.1, collective="shared"), {"hosts": 1}),
+    **{name: (mh.bsp(lr=0.1, collective=name), {"hosts": 1} if name == "shared" else {}) for name in ALGORITHMS},
     "a server": (mh.bsp_server(lr=0.1), {"servers": 1}),
     "co-located shards": (mh.bsp_server(lr=0.1), {}),
     "shared shards": (mh.bsp_server(lr=0.1), {"hosts": 1}),
@@ -39,7 +34,7 @@ def test_a_superstep_lasts_as_long_as_the_slowest_worker():
 
 def test_all_replicas_end_with_the_same_bits(digits64):
     ends = {}
-    strategy = probed(mh.bsp(), finish=lambda s, w: ends.setdefault(w.rank, w.flat.parts[0].weights.clone()))
+    strategy = probed(mh.bsp(), finish=lambda s, w: ends.setdefault(w.rank, w.flat.groups[0].weights.clone()))
     mh.train(digits64, strategy, cluster=mh.Cluster(workers=3), steps=5)
     assert len(ends) == 3
     assert all(torch.equal(ends[0], end) for end in ends.values())

@@ -7,9 +7,9 @@ import torch
 from toys import COPIES, PLACES, SCHEDULE_A, WHERE, toy_t
 
 import manyhands as mh
-from manyhands.core.protocols import At
+from manyhands.core.rule import UpdateContext
 from manyhands.rules import AdaptiveDamping, Momentum, Sgd, StalenessAware, TotalMomentum, chain
-from manyhands.topology.servers.shard import Shard
+from manyhands.servers.shard import Shard
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def updates(monkeypatch):
     """What the shards held after each update; every copy of w must be the same everywhere."""
     values, update = {}, Shard._update
 
-    def noted(shard, group):
-        update(shard, group)
-        for holding in shard.holdings:
-            assert torch.equal(holding.weights, holding.weights[:1].expand_as(holding.weights))
-            values.setdefault(holding.span, []).append(holding.weights[0].item())
+    def noted(shard, group, read):
+        update(shard, group, read)
+        for weight_slice in shard.slices:
+            assert torch.equal(weight_slice.weights, weight_slice.weights[:1].expand_as(weight_slice.weights))
+            values.setdefault(weight_slice.span, []).append(weight_slice.weights[0].item())
 
     monkeypatch.setattr(Shard, "_update", noted)
 
@@ -183,7 +183,7 @@ def test_adag_is_agn_if_nobody_came_in_between_or_gamma_is_unbounded(where, upda
 def test_adag_damps_coordinate_by_coordinate():
     """A norm over all of them, as the thesis writes it, would damp both alike."""
     w = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    at = At(w, seen=torch.zeros(2, dtype=torch.float64))
+    at = UpdateContext(w, seen=torch.zeros(2, dtype=torch.float64))
     assert AdaptiveDamping(0.5)(torch.ones(2, dtype=torch.float64), at).tolist() == pytest.approx([1 / 3, 1])
 
 
@@ -233,7 +233,7 @@ def trajectory(rule, gradient, steps, workers=1):
     """w_1, w_2, ... from w_0 = 1, where `gradient` is given all of w so far."""
     ws, state = [torch.ones(1, dtype=torch.float64)], {"m": torch.zeros(1, dtype=torch.float64)}
     for _ in range(steps):
-        at = At(ws[-1], state, workers=workers)
+        at = UpdateContext(ws[-1], state, workers=workers)
         ws.append(ws[-1] + rule(gradient(ws).clone(), at))
     return [w.item() for w in ws[1:]]
 
@@ -272,7 +272,7 @@ def test_the_total_is_matched_to_first_order():
     """mu + (1 - 1/M) = mu*: the law of both has the momentum of mu* up to the product of its two parts."""
     for M, total in [(2, 0.9), (4, 0.9), (4, 0.6), (20, 0.9)]:
         rule = TotalMomentum(0.1, total)
-        mu = rule.added(At(torch.zeros(1), workers=M))
+        mu = rule._added(UpdateContext(torch.zeros(1), workers=M))
         assert mu + 1 - 1 / M == pytest.approx(total)
         found = trajectory(rule, mixture(M), 6, workers=M)
         assert found == close(*trajectory(Momentum(0.1, mu), mixture(M), 6))

@@ -10,9 +10,9 @@ from torch.utils.data import TensorDataset
 from toys import probed
 
 import manyhands as mh
-from manyhands.hands import Hands
 from manyhands.rules import Adagrad, Momentum, Sgd, chain
 from manyhands.rules.clip import ClipValue
+from manyhands.run.join import Hands
 from manyhands.tasks.sparse import Logistic
 from manyhands.virtual.world import simulate
 
@@ -78,7 +78,7 @@ RULES = {
 def test_only_plain_sgd_on_the_shared_weights_is_left_to_the_model(rule):
     strategy, expected = RULES[rule]
     descends = []
-    watched = probed(strategy(), setup=lambda s, w: descends.append(s.descends))
+    watched = probed(strategy(), setup=lambda s, w: descends.append(s.descending is not None))
     own = weights(watched, task(), cluster=mh.Cluster(workers=1), steps=6)
     ordinary = weights(strategy(), task(by_autograd), cluster=mh.Cluster(workers=1), steps=6)
     assert descends == [expected]
@@ -89,7 +89,7 @@ def test_another_loss_is_left_to_autograd():
     descends = []
     for loss in (binary_cross_entropy_with_logits, by_autograd, None):
         given = replace(task(), loss=loss, gradient=gradient if loss is None else None)
-        strategy = probed(mh.hogwild(), setup=lambda s, w: descends.append(s.descends))
+        strategy = probed(mh.hogwild(), setup=lambda s, w: descends.append(s.descending is not None))
         mh.train(given, strategy, cluster=mh.Cluster(workers=1), steps=1)
     assert descends == [True, False, False]
 
@@ -104,10 +104,10 @@ def test_an_update_reads_and_writes_its_support_only():
 
     def poison(s, w):
         s.weights[0][-2:] = torch.nan
-        w.flat.parts[0].outgoing.fill_(torch.nan)
+        w.flat.groups[0].outgoing.fill_(torch.nan)
 
     def look(s, w):
-        seen.append((s.weights[0].isnan().nonzero().flatten().tolist(), w.flat.parts[0].outgoing.isnan().all().item()))
+        seen.append((s.weights[0].isnan().nonzero().flatten().tolist(), w.flat.groups[0].outgoing.isnan().all().item()))
 
     strategy = probed(mh.hogwild(lr=0.5), setup=poison, step=look)
     result = mh.train(task(), strategy, cluster=mh.Cluster(workers=1), steps=5)
@@ -118,7 +118,7 @@ def test_an_update_reads_and_writes_its_support_only():
 def test_updates_are_counted_as_any_other():
     counts = []
     for loss in (binary_cross_entropy_with_logits, by_autograd):
-        strategy = probed(mh.hogwild(), finish=lambda s, w: counts.append(list(s.held[0].counts)))
+        strategy = probed(mh.hogwild(), finish=lambda s, w: counts.append(list(s.slices[0].counts)))
         mh.train(task(loss), strategy, cluster=mh.Cluster(workers=1), steps=7)
     assert counts == [[7], [7]]
 

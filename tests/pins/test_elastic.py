@@ -19,7 +19,7 @@ GRADIENT_AFTER_THE_MOVE = (0.181, 1.0328)
 def ends(task, strategy, **run):
     """Every worker's x and the centre."""
     xs = {}
-    strategy = probed(strategy, finish=lambda s, w: xs.setdefault(w.rank, w.flat.parts[0].weights.item()))
+    strategy = probed(strategy, finish=lambda s, w: xs.setdefault(w.rank, w.flat.groups[0].weights.item()))
     result = mh.train(task, strategy, **run)
     return (*(xs[rank] for rank in sorted(xs)), number(result))
 
@@ -62,7 +62,7 @@ def test_what_the_centre_gains_its_workers_lose_whatever_is_rounded(codec):
     """No gradient at all: there is nothing but the spring."""
     xs = [1 / 3, 500 / 7, -2e-5]
     elastic = mh.easgd(moving_rate=0.3, asynchronous=True, codec=codec)
-    probed(elastic, setup=lambda s, w: w.flat.parts[0].weights.fill_(xs[w.rank]))
+    probed(elastic, setup=lambda s, w: w.flat.groups[0].weights.fill_(xs[w.rank]))
     *found, c = ends(parabolas((0, 0), (0, 0), (0, 0)), elastic, cluster=mh.Cluster(workers=3, servers=1), steps=5)
     assert sum(found) + c == pytest.approx(sum(xs), rel=1e-14)
     assert 1 < c < 500 / 7
@@ -106,11 +106,11 @@ def pull_only(center_rate, moving_rate):
     seen = {}
 
     def begin(s, w):
-        w.flat.parts[0].weights.fill_([1.0, 5.0, -2.0][w.rank])
+        w.flat.groups[0].weights.fill_([1.0, 5.0, -2.0][w.rank])
         s.center[0].fill_(4.0)
 
     elastic = mh.easgd(lr=0.1, center_rate=center_rate, moving_rate=moving_rate)
-    probed(elastic, setup=begin, finish=lambda s, w: seen.setdefault(w.rank, w.flat.parts[0].weights.item()))
+    probed(elastic, setup=begin, finish=lambda s, w: seen.setdefault(w.rank, w.flat.groups[0].weights.item()))
     result = mh.train(parabolas((0, 0), (0, 0), (0, 0)), elastic, cluster=mh.Cluster(workers=3), steps=1)
     return [seen[rank] for rank in range(3)], number(result)
 
@@ -136,7 +136,7 @@ def test_without_a_spring_workers_are_independent_and_the_centre_rests(asynchron
 
 def test_the_period_counts_from_the_first_step():
     moves = []
-    elastic = probed(mh.easgd(lr=0.1, period=3), meet=lambda s, w: moves.append(w.step))
+    elastic = probed(mh.easgd(lr=0.1, period=3), move_together=lambda s, w: moves.append(w.step))
     mh.train(toy_t(), elastic, cluster=mh.Cluster(workers=1), steps=7)
     assert moves == [0, 3, 6]
 
@@ -187,7 +187,7 @@ def test_one_worker_without_a_spring_is_nesterov_in_its_first_form(digits64):
     cluster, lr, δ, ahead = mh.Cluster(workers=1), 0.05, 0.9, {}
 
     def look(s, w):
-        ahead.update(w.named([p.weights + δ * v for p, v in zip(w.flat.parts, s.velocity, strict=True)]))
+        ahead.update(w.named([p.weights + δ * v for p, v in zip(w.flat.groups, s.velocity, strict=True)]))
 
     mh.train(digits64, probed(mh.eamsgd(lr=lr, momentum=δ, moving_rate=0.0), step=look), cluster=cluster, steps=6)
     torch_form = mh.train(digits64, mh.bsp(rule=Nesterov(lr, δ)), cluster=cluster, steps=6)

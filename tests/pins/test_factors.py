@@ -7,14 +7,14 @@ from torch.utils.data import TensorDataset
 from toys import probed
 
 import manyhands as mh
+from manyhands.collectives.cost import factors_pay, layer_elements
 from manyhands.core.flat import Flat
 from manyhands.rules import Adam, Momentum, Sgd
 from manyhands.splits.data import Share
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.factors import Factors
+from manyhands.strategies.factors.linear_layer import find_layers
 from manyhands.tasks import load
-from manyhands.topology.collectives.cost import factors_pay, layer_elements
-from manyhands.topology.factors import find_layers
 
 FC6 = 4096, 25088
 
@@ -115,7 +115,7 @@ def test_it_equals_one_process_with_the_union_of_the_batches(digits64, plain_sgd
 @pytest.mark.parametrize("where", [{}, {"hosts": 1}], ids=str)
 def test_all_replicas_end_with_the_same_bits(where):
     ends = {}
-    strategy = probed(Factors(Sgd(0.1)), finish=lambda s, w: ends.setdefault(w.rank, w.flat.parts[0].weights.clone()))
+    strategy = probed(Factors(Sgd(0.1)), finish=lambda s, w: ends.setdefault(w.rank, w.flat.groups[0].weights.clone()))
     train(strategy, load("digits"), workers=3, **where)
     assert len(ends) == 3
     assert all(torch.equal(ends[0], end) for end in ends.values())

@@ -2,16 +2,17 @@
 
 from collections import Counter
 from itertools import pairwise, product
+from random import Random
 
 import pytest
 import torch
 from toys import parabolas, probed, toy_t
 
 import manyhands as mh
+from manyhands.peers import mixing
 from manyhands.rules import Sgd
 from manyhands.splits.data import Share
-from manyhands.strategies.gossip import shuffled
-from manyhands.topology.peers import mixing
+from manyhands.strategies.gossip import random_order
 
 GRAPHS = ["ring", "complete", "exponential", "torus", "random"]
 MODES = ["push", "pull", "pairwise"]
@@ -48,7 +49,7 @@ def scattered(strategy, start, **looks):
 
 def meeting(strategy, *peers):
     """The strategy, with worker k always meeting the k-th of these peers."""
-    strategy.__class__ = type("Arranged", (type(strategy),), {"chosen": lambda self, w: iter([peers[w.rank]])})
+    strategy.__class__ = type("Arranged", (type(strategy),), {"_chosen": lambda self, w: iter([peers[w.rank]])})
     return strategy
 
 
@@ -98,7 +99,7 @@ def recorded(task, strategy, workers, steps, seed=0, cluster=None):
 
     def note(s, w):
         xs.setdefault(w.rank, [start[w.rank]]).append(s.own.x[0].clone())
-        gs.setdefault(w.rank, []).append(w.flat.parts[0].grad.clone())
+        gs.setdefault(w.rank, []).append(w.flat.groups[0].grad.clone())
 
     strategy = scattered(strategy, start, step=note)
     mh.train(task, strategy, cluster=cluster or mh.Cluster(workers=workers), steps=steps, seed=seed)
@@ -276,7 +277,7 @@ def test_two_who_pull_in_step_average_their_models(digits64):
 def test_pairwise_gossip_moves_the_mean_by_gradients_only(digits64, speeds):
     start, gradients = {}, []
     strategy = scattered(
-        mh.gossip(lr=LR, mode="pairwise"), start, step=lambda s, w: gradients.append(w.flat.parts[0].grad.clone())
+        mh.gossip(lr=LR, mode="pairwise"), start, step=lambda s, w: gradients.append(w.flat.groups[0].grad.clone())
     )
     xs, _ = ends(digits64, strategy, cluster=mh.Cluster(workers=4, speeds=speeds), steps=6)
     moved = torch.stack(xs).mean(0) - torch.stack(list(start.values())).mean(0)
@@ -323,9 +324,20 @@ def test_everyone_but_oneself_is_chosen_equally_often():
             return self.number % stop
 
     peers = [0, 1, 3, 4, 5]
-    assert Counter(next(shuffled(peers, Draws(n))) for n in range(50)) == dict.fromkeys(peers, 10)
-    assert all(sorted(shuffled(peers, Draws(n))) == peers for n in range(50))
-    assert list(shuffled([], Draws(0))) == []
+    assert Counter(next(random_order(range(6), {2}, Draws(n))) for n in range(50)) == dict.fromkeys(peers, 10)
+    assert all(sorted(random_order(range(6), {2}, Draws(n))) == peers for n in range(50))
+    assert list(random_order([], (), Draws(0))) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_peers_are_drawn_as_from_a_list_of_all_others(seed):
+    draw, same = Random(seed), Random(seed)
+    ranks = range(draw.randrange(1, 30))
+    without = {rank for rank in ranks if draw.random() < 0.3}
+    same.setstate(draw.getstate())
+    others = [rank for rank in ranks if rank not in without]
+    expected = [others.pop(same.randrange(len(others))) for _ in range(len(others))]
+    assert list(random_order(ranks, without, draw)) == expected
 
 
 @every_mode
@@ -333,8 +345,8 @@ def test_nobody_meets_itself_and_everybody_is_met(digits64, mode):
     met = Counter()
 
     class Watched(type(mh.gossip())):
-        def chosen(self, w):
-            for rank in super().chosen(w):
+        def _chosen(self, w):
+            for rank in super()._chosen(w):
                 met[w.rank, rank] += 1
                 yield rank
 

@@ -32,7 +32,7 @@ def test_the_noise_scale_falls_alike_with_a_slower_rate_and_with_a_larger_batch(
 )
 def test_the_batch_grows_as_long_as_it_may_then_the_rate_falls(factor, most, phases):
     strategy = GrowingBatch(Sgd(0.1), factor, most=most)
-    assert [strategy.phase_at(part) for part in (0.0, 0.3, 0.79, 0.8)] == phases
+    assert [strategy._phase_at(part) for part in (0.0, 0.3, 0.79, 0.8)] == phases
     noise = [1 / (batch * slower) for batch, slower in phases]
     assert noise == pytest.approx([factor**-n for n in range(4)]), "whichever way, it is equally small"
 

@@ -10,10 +10,10 @@ from torch.utils.data import TensorDataset
 from toys import SECOND, probed
 
 import manyhands as mh
+from manyhands.collectives.cost import machine_bytes
 from manyhands.core.errors import ManyhandsError, MayNotWait
-from manyhands.hands import Hands
 from manyhands.rules import Adagrad, Adam, ClipNorm, ClipValue, Momentum, Sgd, StepDecay, WeightDecay, chain
-from manyhands.topology.collectives.cost import machine_bytes
+from manyhands.run.join import Hands
 from manyhands.virtual.world import simulate
 
 ALL_SPARSE, ALL_DENSE = 2.0, 0.0
@@ -266,7 +266,7 @@ R, WIDTH = 1600, 16
 
 
 def disjoint(N):
-    """Worker k touches every tenth row, from the k-th: no two the same, and evenly many with every keeper."""
+    """Worker k touches every tenth row, from the k-th: no two the same, and equally many on every server."""
     touched = torch.stack([torch.arange(k, R, 10) for k in range(N)])
     return mh.Task(lambda: Rows(R, WIDTH), TensorDataset(touched, torch.ones(N, R // 10).double()), batch_size=1)
 

@@ -9,11 +9,11 @@ from torch.utils.data import TensorDataset
 from toys import number, probed, toy_t
 
 import manyhands as mh
+from manyhands.collectives.weighted_average import ByFisher, ByLoss, BySamples, FixedWeights
 from manyhands.consistency import Rounds
-from manyhands.core.protocols import At
+from manyhands.core.rule import UpdateContext
 from manyhands.rules import Adam, Block, Momentum, Sgd
 from manyhands.strategies.local_steps import LocalSteps
-from manyhands.topology.averages import ByFisher, ByLoss, BySamples, Fixed
 
 TWO = mh.Cluster(workers=2)
 
@@ -34,7 +34,7 @@ def same(a, b, **within):
 def test_simuparallel_on_toy_t():
     xs = {}
     strategy = mh.simuparallel(lr=0.1, own_share=True)
-    probed(strategy, step=lambda s, w: xs.update({w.rank: w.flat.parts[0].weights.item()}))
+    probed(strategy, step=lambda s, w: xs.update({w.rank: w.flat.groups[0].weights.item()}))
     assert final(strategy, 2) == pytest.approx(0.635, abs=1e-9)
     assert (xs[0], xs[1]) == pytest.approx((0.19, 1.08), abs=1e-9)
 
@@ -145,13 +145,13 @@ def weighed(weight, steps=2, **rounds):
 
 
 def test_shares_on_toy_t():
-    assert weighed(Fixed((0.25, 0.75))) == pytest.approx(0.8575, abs=1e-9)
-    assert weighed(Fixed((1, 3))) == pytest.approx(0.8575, abs=1e-9)
+    assert weighed(FixedWeights((0.25, 0.75))) == pytest.approx(0.8575, abs=1e-9)
+    assert weighed(FixedWeights((1, 3))) == pytest.approx(0.8575, abs=1e-9)
 
 
 def test_equal_shares_are_model_averaging_and_all_for_one_takes_that_one():
-    assert weighed(Fixed((1, 1))) == pytest.approx(0.635, abs=1e-9)
-    assert weighed(Fixed((0, 1))) == pytest.approx(1.08, abs=1e-9)
+    assert weighed(FixedWeights((1, 1))) == pytest.approx(0.635, abs=1e-9)
+    assert weighed(FixedWeights((0, 1))) == pytest.approx(1.08, abs=1e-9)
 
 
 def test_samples_count():
@@ -194,7 +194,7 @@ def test_who_knows_nothing_of_a_coordinate_does_not_count_there():
 )
 def test_shares_that_make_no_sense_are_refused(shares, says):
     with pytest.raises(mh.Refused, match=says):
-        weighed(Fixed(shares))
+        weighed(FixedWeights(shares))
 
 
 # -- block momentum -----------------------------------------------------------------------------------
@@ -255,15 +255,15 @@ def test_one_unit_moves_the_model_by_lr_over_one_minus_momentum(nesterov, base, 
     rule = Block(1.0, 0.5, nesterov, base == "lookahead")
     w, state = torch.zeros(1, dtype=torch.float64), rule.init(torch.zeros(1, dtype=torch.float64))
     for unit in [1.0, *[0.0] * 60]:
-        w += rule(torch.full((1,), -unit, dtype=torch.float64), At(w, state))
+        w += rule(torch.full((1,), -unit, dtype=torch.float64), UpdateContext(w, state))
     assert w.item() == pytest.approx(total, abs=1e-9)
 
 
 @pytest.mark.parametrize(("workers", "momentum"), [(1, 0.0), (2, 0.5), (8, 0.875)])
 def test_by_default_every_mini_batch_counts_as_on_one_machine(workers, momentum):
-    at = At(torch.zeros(1), workers=workers)
-    assert Block().momentum_at(at) == momentum
-    assert Block(momentum=0.3).momentum_at(at) == 0.3
+    at = UpdateContext(torch.zeros(1), workers=workers)
+    assert Block()._momentum(at) == momentum
+    assert Block(momentum=0.3)._momentum(at) == 0.3
 
 
 # -- DiLoCo -------------------------------------------------------------------------------------------

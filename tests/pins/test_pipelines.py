@@ -26,7 +26,7 @@ def weights_by_update(strategy, stages, steps):
     seen = {}
 
     def note(s, w):
-        seen.setdefault(w.rank, []).append(w.flat.parts[0].weights.item())
+        seen.setdefault(w.rank, []).append(w.flat.groups[0].weights.item())
 
     mh.train(chain(stages), probed(strategy, setup=note, update=note), cluster=mh.Cluster(workers=stages), steps=steps)
     return [seen[rank] for rank in sorted(seen)]
@@ -111,8 +111,8 @@ def test_a_resumed_run_that_is_stopped_before_its_first_step_has_nothing_to_drai
         w = Worker(transport, task, task.build(0), seed=0, steps=12, batch_size=task.batch_size)
         w.step, strategy = 8, make()
         strategy.setup(w)
-        strategy.rest(w)
+        strategy.quiesce(w)
         strategy.finish(w)
-        return w.flat.parts[0].weights.item()
+        return w.flat.groups[0].weights.item()
 
     assert simulate(mh.Cluster(workers=2), program).results == [1, 1]

@@ -10,21 +10,21 @@ import manyhands as mh
 from manyhands.codecs import Feedback, TopK
 from manyhands.core.errors import Refused
 from manyhands.rules import DelayCompensation, Sgd, chain
-from manyhands.topology.servers.messages import Keeper
-from manyhands.topology.servers.shard import Shard
+from manyhands.servers.shard import Shard
+from manyhands.servers.shard_server import ShardServer
 
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Of every update, wherever a stretch is kept: the value after it, and whose gradients at which versions it was."""
+    """For every span and update: the value after it, and the workers and lags of its gradients."""
     found, update = {}, Shard._update
 
-    def noted(shard, group):
-        version = shard.ledger.version
-        update(shard, group)
-        for holding in shard.holdings:
+    def noted(shard, group, read):
+        version = shard.clocks.version
+        update(shard, group, read)
+        for weight_slice in shard.slices:
             made_of = tuple((one.worker, version - one.seen) for one in group)
-            found.setdefault(holding.span, []).append((holding.weights.flatten()[0].item(), made_of))
+            found.setdefault(weight_slice.span, []).append((weight_slice.weights.flatten()[0].item(), made_of))
 
     monkeypatch.setattr(Shard, "_update", noted)
     return found
@@ -93,13 +93,13 @@ def test_of_several_gradients_each_is_divided_by_its_own_staleness(updates):
 
 
 def test_a_step_ends_when_the_last_of_those_that_are_needed_has_come(monkeypatch):
-    times, answer = {}, Keeper._answer
+    times, answer = {}, ShardServer._answer
 
-    def noted(keeper, admitted):
-        times.setdefault(keeper._shard.ledger.version, keeper._t.now())
-        answer(keeper, admitted)
+    def noted(server, admitted):
+        times.setdefault(server._shard.clocks.version, server._t.now())
+        answer(server, admitted)
 
-    monkeypatch.setattr(Keeper, "_answer", noted)
+    monkeypatch.setattr(ShardServer, "_answer", noted)
     seconds = [10, 11, 9, 1000, 12, 13]
     machines = {"speeds": [1 / one for one in seconds], "latency": 0, "bandwidth": "inf"}
     cluster = mh.Cluster(workers=6, servers=1, **machines)
@@ -237,5 +237,5 @@ def test_what_cannot_be_is_refused(make, words):
 def test_delay_compensation_needs_workers_that_wait():
     rule = chain(DelayCompensation(), Sgd(0.1))
     mh.train(toy_t(), mh.k_async(k=2, rule=rule), cluster=mh.Cluster(workers=2), steps=3)
-    with pytest.raises(Refused, match="lets its worker read on before that"):
+    with pytest.raises(Refused, match="lets its worker continue before that"):
         mh.k_batch_async(k=2, rule=rule)

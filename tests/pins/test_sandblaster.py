@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 from toys import SECOND, noisy, probed
 
 import manyhands as mh
-from manyhands.hands import Hands
+from manyhands.run.join import Hands
 from manyhands.runtime.checkpoint import load_checkpoint
 from manyhands.strategies.sandblaster import Sandblaster
 from manyhands.virtual.world import simulate
@@ -45,7 +45,7 @@ def test_a_bowl_is_solved_in_two_steps_through_sharded_dots(place, history):
 
     strategy = probed(
         Sandblaster(history=history, batches=1, iterations=1, search=search),
-        step=lambda s, w: w.rank or points.append(w.flat.parts[0].weights.tolist()),
+        step=lambda s, w: w.rank or points.append(w.flat.groups[0].weights.tolist()),
     )
     task = mh.Task(Bowl, TensorDataset(torch.zeros(6, 1, dtype=torch.float64)), batch_size=1)
     result = mh.train(task, strategy, cluster=mh.Cluster(**place), steps=2)
@@ -199,7 +199,7 @@ def test_a_slow_replica_is_covered_by_the_others(slow):
 
 
 def test_copies_are_for_late_portions_only():
-    """Equal replicas end together: nobody computes anything twice."""
+    """Equal replicas end together: no portion is computed twice."""
     computed = []
     strategy = probed(Sandblaster(batches=1, iterations=1, portion=5), push=lambda s, w: computed.append(w.rank))
     mh.train(busy(), strategy, cluster=mh.Cluster(workers=4), steps=3)
@@ -275,8 +275,8 @@ def test_one_replica_is_enough():
         assert result.weights_sha256 == expected and len(result.lost) == 3
 
 
-@pytest.mark.parametrize("rank", [0, 4, 5], ids=["coordinator", "keeper", "other keeper"])
-def test_without_the_coordinator_or_a_keeper_the_run_ends_and_names_it(rank):
+@pytest.mark.parametrize("rank", [0, 4, 5], ids=["coordinator", "server", "other server"])
+def test_without_the_coordinator_or_a_vector_server_the_run_ends_and_names_it(rank):
     whole, ends = short(), 0
     for moment in range(20):
         try:
@@ -290,7 +290,7 @@ def test_without_the_coordinator_or_a_keeper_the_run_ends_and_names_it(rank):
 
 
 def test_a_loss_that_is_no_number_names_whose_samples_it_was():
-    """Whoever computes it: rank 2 brings it in its third step, and is slow."""
+    """Whichever replica computes it: rank 2 sends it in its third step, and is slow."""
 
     def spoil(self, w, batch):
         return kind.step(self, w, (batch[0] * float("nan"), batch[1]) if (w.rank, w.step) == (2, 2) else batch)

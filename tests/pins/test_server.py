@@ -10,8 +10,8 @@ import manyhands as mh
 from manyhands.codecs import Feedback, TopK
 from manyhands.core.errors import Refused
 from manyhands.rules import Momentum, Sgd
+from manyhands.servers.shard import Shard
 from manyhands.strategies.server import Server
-from manyhands.topology.servers.shard import Shard
 
 WHERE = pytest.mark.parametrize("where", [{"servers": 1}, {}, {"hosts": 1}], ids=["server", "co-located", "shared"])
 SCHEDULE_A = [0, 1, 0, 1]
@@ -22,9 +22,9 @@ def server_values(monkeypatch):
     """What the server held after each update."""
     values, update = [], Shard._update
 
-    def noted(shard, group):
-        update(shard, group)
-        values.append(shard.holdings[0].weights.item())
+    def noted(shard, group, read):
+        update(shard, group, read)
+        values.append(shard.slices[0].weights.item())
 
     monkeypatch.setattr(Shard, "_update", noted)
     return values
@@ -92,7 +92,7 @@ def test_the_number_of_shards_does_not_matter_when_pushes_are_atomic(digits64, h
 def test_ssp_reads_and_blocks_as_the_card_says(where, cache):
     reads = []
     strategy = mh.ssp(staleness=1, lr=0.1, cache=cache)
-    probed(strategy, pull=lambda s, w: reads.append((w.rank, w.transport.now(), w.flat.parts[0].weights.item())))
+    probed(strategy, pull=lambda s, w: reads.append((w.rank, w.transport.now(), w.flat.groups[0].weights.item())))
     cluster = mh.Cluster(workers=2, speeds=[1, 0.4], latency="1us", **where)
     result = mh.train(toy_t(seconds=1), strategy, cluster=cluster, steps=2)
     first = [w for rank, _, w in reads if rank == 0]
@@ -142,11 +142,11 @@ def test_reading_ones_own_writes():
 def test_a_worker_with_a_cache_asks_only_when_it_must_and_sees_its_own_updates(where, digits64, monkeypatch):
     """Of 12 steps with s = 3 a worker that is never ahead reads at clocks 4, 8, 12; between, its own updates add up."""
     reads, seen = [], []
-    pull = Server.pull
-    monkeypatch.setattr(Server, "pull", lambda s, w: (reads.append(getattr(s, "clock", None)), pull(s, w))[1])
+    pull = Server._pull
+    monkeypatch.setattr(Server, "_pull", lambda s, w: (reads.append(getattr(s, "clock", None)), pull(s, w))[1])
 
     def note(s, w):
-        seen.append((s.clock - s.read_at, w.flat.parts[0].weights.clone(), w.flat.parts[0].grad.clone()))
+        seen.append((s.clock - s.read_at, w.flat.groups[0].weights.clone(), w.flat.groups[0].grad.clone()))
 
     strategy = probed(mh.ssp(staleness=3, lr=0.1, cache=True), step=note)
     result = mh.train(digits64, strategy, cluster=mh.Cluster(workers=1, **{**where, "hosts": 1}), steps=12)
@@ -209,8 +209,8 @@ def test_error_feedback_composes_with_sharding(digits64, how, servers):
     computed, memory = {}, {}
 
     def add(s, w):
-        computed[w.rank] = computed.get(w.rank, 0) + w.flat.parts[0].grad.clone()
-        memory[w.rank] = s.sender.memory[0].clone()
+        computed[w.rank] = computed.get(w.rank, 0) + w.flat.groups[0].grad.clone()
+        memory[w.rank] = s.encoder.memory[0].clone()
 
     strategy = mh.ssp(rule=Sgd(1e-3), codec=Feedback(TopK(0.02)), shard=how)
     cluster = mh.Cluster(workers=2, servers=servers)

@@ -102,7 +102,7 @@ def test_both_gradients_see_the_same_dropout_and_statistics_count_every_mini_bat
     noise = []
 
     def look(s, w):
-        noise.append((w.flat.parts[0].grad - s.mu[0]).abs().max().item())
+        noise.append((w.flat.groups[0].grad - s.mu[0]).abs().max().item())
 
     task = mh.Task(model, noisy().data, nn.functional.mse_loss, 3)
     result = mh.train(task, probed(mh.asysvrg(lr=LR), descend=look), cluster=mh.Cluster(workers=1), steps=24)

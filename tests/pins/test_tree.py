@@ -11,9 +11,9 @@ from manyhands.codecs import Feedback, Half, TopK
 from manyhands.consistency import Bulk, Quorum, Stale
 from manyhands.core.errors import Refused
 from manyhands.rules import Momentum, Sgd
+from manyhands.servers.shard import Shard
+from manyhands.servers.shard_server import WEIGHTS, ShardServer
 from manyhands.strategies.server import Server
-from manyhands.topology.servers.messages import WEIGHTS, Keeper
-from manyhands.topology.servers.shard import Shard
 
 PLACES = {"one server": {"servers": 1}, "two servers": {"servers": 2}, "co-located": {}, "one host": {"hosts": 1}}
 WHERE = pytest.mark.parametrize("where", PLACES)
@@ -23,12 +23,12 @@ STEPS = 4
 
 @pytest.fixture
 def versions(monkeypatch):
-    """How many updates every stretch of the weights has seen."""
+    """How many updates every span of the weights has received."""
     found, update = Counter(), Shard._update
 
-    def noted(shard, group):
-        found.update(holding.span for holding in shard.holdings)
-        update(shard, group)
+    def noted(shard, group, read):
+        found.update(weight_slice.span for weight_slice in shard.slices)
+        update(shard, group, read)
 
     monkeypatch.setattr(Shard, "_update", noted)
     return found
@@ -36,14 +36,14 @@ def versions(monkeypatch):
 
 @pytest.fixture
 def pushes(monkeypatch):
-    """Everything that was pushed to a keeper: whose it was, and what came with it."""
-    found, take = [], Keeper._take
+    """Everything that was pushed to a server: the client, the lag, and the header."""
+    found, take = [], ShardServer._push
 
-    def noted(keeper, i, pushed, message):
-        found.append((i, keeper._shard.ledger.version - pushed.seen, pushed))
-        take(keeper, i, pushed, message)
+    def noted(server, i, pushed, message):
+        found.append((i, server._shard.clocks.version - pushed.seen, pushed))
+        take(server, i, pushed, message)
 
-    monkeypatch.setattr(Keeper, "_take", noted)
+    monkeypatch.setattr(ShardServer, "_push", noted)
     return found
 
 
@@ -73,13 +73,13 @@ def test_the_mean_is_the_sum_of_sums_over_the_sum_of_counts(where):
 
 
 def test_a_mean_of_means_would_be_another(monkeypatch):
-    take = Keeper._take
+    take = ShardServer._push
 
-    def mean(keeper, i, pushed, message):
+    def mean(server, i, pushed, message):
         message.tensors = tuple(x / pushed.terms for x in message.tensors)
-        take(keeper, i, pushed._replace(terms=1), message)
+        take(server, i, pushed._replace(terms=1), message)
 
-    monkeypatch.setattr(Keeper, "_take", mean)
+    monkeypatch.setattr(ShardServer, "_push", mean)
     cluster = mh.Cluster(workers=3, servers=1)
     assert number(mh.train(two_alike(), mh.hierarchical_server(lr=1), cluster=cluster, steps=1)) == pytest.approx(3.5)
 
@@ -136,14 +136,14 @@ def test_a_quorum_of_all_groups_is_bulk(digits64):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """How often a keeper has sent its weights to somebody at work."""
-    found, send = [], Keeper._send_weights
+    """The ranks that a server has sent its weights to, apart from the final read."""
+    found, send = [], ShardServer._send_weights
 
-    def noted(keeper, rank, tag, weights):
+    def noted(server, rank, tag, weights):
         found.extend([rank] if tag == WEIGHTS else [])
-        return send(keeper, rank, tag, weights)
+        return send(server, rank, tag, weights)
 
-    monkeypatch.setattr(Keeper, "_send_weights", noted)
+    monkeypatch.setattr(ShardServer, "_send_weights", noted)
     return found
 
 

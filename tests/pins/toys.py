@@ -61,21 +61,20 @@ def chain(stages):
 
 
 def probed(strategy, **looks):
-    """The strategy with some of its methods followed by a look: looks[name](strategy, worker)."""
+    """The strategy with a look after some of its methods, public or private: looks[name](strategy, worker)."""
     kind = type(strategy)
-
-    def nothing(self, w):
-        """What a strategy does where it has no such method."""
 
     def after(name, look):
         def method(self, w, *rest):
-            result = getattr(kind, name, nothing)(self, w, *rest)
+            result = getattr(kind, name)(self, w, *rest)
             look(self, w)
             return result
 
         return method
 
-    strategy.__class__ = type(kind.__name__, (kind,), {name: after(name, look) for name, look in looks.items()})
+    names = {name: name if hasattr(kind, name) else f"_{name}" for name in looks}
+    methods = {names[name]: after(names[name], look) for name, look in looks.items()}
+    strategy.__class__ = type(kind.__name__, (kind,), methods)
     return strategy
 
 

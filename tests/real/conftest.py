@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
-from manyhands import processes
-from manyhands.runtime.launch import launch
+from manyhands.engines import local
+from manyhands.runtime.launch.launch import launch
 
 from .tools import Started, children, memories, sockets
 
@@ -22,7 +22,7 @@ def nothing_is_left_over():
 @pytest.fixture
 def quickly(monkeypatch):
     """Processes are forked from one that has imported torch already, which the methods cannot tell."""
-    monkeypatch.setattr(processes, "launch", partial(launch, context="forkserver"))
+    monkeypatch.setattr(local, "launch", partial(launch, context="forkserver"))
 
 
 @pytest.fixture

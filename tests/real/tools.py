@@ -19,7 +19,8 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from manyhands.topology.servers.shard import Shard
+from manyhands.servers.shard import Shard
+from pace import assert_within
 
 LIMIT = 2.0
 """Seconds within which everything must have ended."""
@@ -102,7 +103,7 @@ def kill_the_last(w, batch):
 def ask_to_stop(launcher, w, batch):
     """Whoever launched this rank is asked to stop; go on once it has passed that on."""
     os.kill(launcher, signal.SIGTERM)
-    until(lambda: w.transport.member.finishing)
+    until(lambda: w.transport.control.finishing)
     return batch
 
 
@@ -317,7 +318,9 @@ class Started:
     def ended(self, seconds=60.0):
         """Wait for it and all whom it started: its exit code, what it said and what it complained about."""
         out, errors = self.process.communicate(timeout=seconds)
-        until(lambda: not self.others(), LIMIT)
+        began = time.monotonic()
+        until(lambda: not self.others())
+        assert_within(LIMIT, time.monotonic() - began)
         return self.process.returncode, out, errors
 
     def clear(self):

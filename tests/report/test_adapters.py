@@ -1,4 +1,4 @@
-"""Adapters: they tell others what the record says, and a run never stops for them."""
+"""Adapters send the record to other tools, and never stop a run."""
 
 import logging
 import sys
@@ -68,17 +68,17 @@ def calls():
     return Calls()
 
 
-def told(names, folder, some=None):
+def recorded(names, folder, some=None):
     with Record(None, also=adapters(names, folder)) as record:
         for line in some or lines(8, evaluate_every=1):
             record.write(line)
     return record
 
 
-def test_tensorboard_is_told_scalars_by_samples(monkeypatch, tmp_path, calls):
+def test_tensorboard_gets_scalars_by_samples(monkeypatch, tmp_path, calls):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", calls.writer())
-    record = told(["tensorboard"], tmp_path)
-    steps = [line for line in record.lines if "loss" in line]
+    record = recorded(["tensorboard"], tmp_path)
+    steps = [line for line in record.lines if line["kind"] == "step"]
     assert calls[0] == ("open", str(tmp_path / "tensorboard"))
     assert calls[-1] == ("close",)
     assert [call[1:] for call in calls if call[0] == "loss"] == [(s["loss"], 32 * n) for n, s in enumerate(steps, 1)]
@@ -91,12 +91,12 @@ def test_tensorboard_is_told_scalars_by_samples(monkeypatch, tmp_path, calls):
 
 
 @pytest.mark.parametrize(("end", "status"), [({}, "FINISHED"), ({"error": "it died"}, "FAILED")])
-def test_mlflow_is_told_settings_and_metrics(monkeypatch, tmp_path, calls, end, status):
+def test_mlflow_gets_settings_and_metrics(monkeypatch, tmp_path, calls, end, status):
     monkeypatch.setitem(sys.modules, "mlflow", calls.client())
     metric = SimpleNamespace(Metric=lambda name, value, at, step: (name, value, step))
     monkeypatch.setitem(sys.modules, "mlflow.entities", metric)
-    record = told(["mlflow"], tmp_path / "mine", lines(8, evaluate_every=1, end=end))
-    steps = [line for line in record.lines if "loss" in line]
+    record = recorded(["mlflow"], tmp_path / "mine", lines(8, evaluate_every=1, end=end))
+    steps = [line for line in record.lines if line["kind"] == "step"]
     assert calls[0] == ("run", "7", "mine")
     assert ("param", "method", "ssp:staleness=3") in calls
     assert [call[1:] for call in calls if call[0] == "loss"] == [(s["loss"], 32 * n) for n, s in enumerate(steps, 1)]
@@ -104,22 +104,22 @@ def test_mlflow_is_told_settings_and_metrics(monkeypatch, tmp_path, calls, end, 
 
 
 @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow")])
-def test_absent_ones_are_told_once(monkeypatch, caplog, name, module):
+def test_absent_ones_are_reported_once(monkeypatch, caplog, name, module):
     monkeypatch.setitem(sys.modules, module, None)
     with caplog.at_level(logging.WARNING, "manyhands"):
-        record = told([name], None)
+        record = recorded([name], None)
     assert len(caplog.records) == 1
-    assert f"{name} is not installed, the run goes on without it" in caplog.text
+    assert f"{name} is not installed, the run continues without it" in caplog.text
     assert len(record.lines) > 8
 
 
 @pytest.mark.parametrize("where", ["open", "write", "close"])
-def test_failing_ones_are_told_once_and_go_silent(monkeypatch, caplog, calls, where):
+def test_failing_ones_are_reported_once_and_disabled(monkeypatch, caplog, calls, where):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", calls.writer(fails=where))
     with caplog.at_level(logging.WARNING, "manyhands"):
-        told(["tensorboard"], None)
+        recorded(["tensorboard"], None)
     assert len(caplog.records) == 1
-    assert "tensorboard failed, the run goes on without it" in caplog.text
+    assert "tensorboard failed, the run continues without it" in caplog.text
     assert len(calls) == {"open": 1, "write": 2}.get(where, len(calls))
 
 
@@ -128,7 +128,7 @@ def test_unknown_ones_are_refused():
         adapters(["tensorbord"], None)
 
 
-def test_a_run_tells_them(monkeypatch, caplog, calls):
+def test_a_run_sends_them_its_lines(monkeypatch, caplog, calls):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", calls.writer(fails="write"))
     monkeypatch.setitem(sys.modules, "mlflow", None)
     result = mh.train("digits", mh.bsp(), workers=None, steps=2, adapters=["tensorboard", "mlflow"])

@@ -6,15 +6,15 @@ import pytest
 from manyhands.report.chart import number, thin
 from manyhands.report.charts.curves import curves
 from manyhands.report.charts.pareto import front, pareto
-from manyhands.report.charts.spent import MOST_RANKS, spent
 from manyhands.report.charts.staleness import staleness
 from manyhands.report.charts.stragglers import stragglers
+from manyhands.report.charts.time_breakdown import MOST_RANKS, spent
 from manyhands.report.charts.timeline import BARS, timeline
 from manyhands.report.groups import sections
-from manyhands.report.look import ACTIVITIES
 from manyhands.report.measures import Curve, Measures, Target
 from manyhands.report.moments import incidents, seconds, segments
 from manyhands.report.reading import of_lines
+from manyhands.report.theme import ACTIVITIES
 from synthetic_runs import failed, lines, made, step
 
 
@@ -95,8 +95,8 @@ def test_staleness_counts_every_step():
 
 
 def test_large_lags_are_put_together():
-    told = [line | {"lag": n} if "loss" in line else line for n, line in enumerate(lines(200))]
-    ticks = staleness(section_of(of_lines(told))).views[0].figure["data"][0]["x"]
+    changed = [line | {"lag": n} if line["kind"] == "step" else line for n, line in enumerate(lines(200))]
+    ticks = staleness(section_of(of_lines(changed))).views[0].figure["data"][0]["x"]
     assert len(ticks) <= 41
     assert ticks[0] == "0 to 5"
 
@@ -176,7 +176,9 @@ def test_a_late_loss_has_a_view_of_its_own():
 
 
 def test_nothing_at_all_can_be_drawn():
-    empty = of_lines([lines()[0], {"end": True, "error": "too early", "kind": "Refused", "lost": []}])
+    empty = of_lines(
+        [lines()[0], {"kind": "end", "end": True, "error": "too early", "error_kind": "Refused", "lost": []}]
+    )
     for chart in (curves, pareto, staleness, spent, stragglers, timeline):
         assert chart(section_of(empty)).summary
 

@@ -11,7 +11,7 @@ from report.written import end, evaluated, header, paused, step
 
 
 def two_ranks(bounded=True, servers=0):
-    """Rank 0 steps in 1 s, rank 1 in 2 s; everyone pauses once, from 2 s or 4 s to 10 s."""
+    """Rank 0 steps in 1 s, rank 1 in 2 s; both pause once, from 2 s or 4 s to 10 s."""
     return [
         header(workers=2, bounded=bounded, servers=servers),
         step(0, 1, 0.0, 1.0, loss=4.0, bytes=100),
@@ -28,7 +28,7 @@ def two_ranks(bounded=True, servers=0):
 
 def test_in_lock_step_a_rest_begins_when_the_last_one_rests():
     m = Measures(of_lines(two_ranks()))
-    assert m.rests == [(4.0, 10.0)]
+    assert m.pauses == [(4.0, 10.0)]
     assert m.clock(np.array([0.0, 3.0, 4.0, 7.0, 10.0, 14.5])).tolist() == [0, 3, 4, 4, 4, 8.5]
     assert m.seconds == 8.5
 
@@ -36,7 +36,7 @@ def test_in_lock_step_a_rest_begins_when_the_last_one_rests():
 def test_else_it_begins_when_the_average_of_the_work_rests():
     m = Measures(of_lines(two_ranks(bounded=False)))
     begin = (3 * 2.0 + 2 * 4.0) / 5  # rank 0 has taken three of the five steps
-    assert m.rests == [(begin, 10.0)]
+    assert m.pauses == [(begin, 10.0)]
     assert m.seconds == 14.5 - (10.0 - begin)
 
 
@@ -90,7 +90,7 @@ def test_where_time_went_adds_up_to_the_steps():
     assert m.waiting() == 0.2
 
 
-def test_a_straggler_is_told_by_its_median_over_that_of_the_group():
+def test_a_straggler_is_measured_by_its_median_over_that_of_the_group():
     rows = [step(rank, n, 0.0, 9.0, compute=seconds) for rank, seconds in enumerate((1.0, 1.0, 4.0)) for n in (1, 2)]
     assert Measures(of_lines([header(workers=3), *rows, end()])).stragglers() == {0: 1.0, 1: 1.0, 2: 4.0}
 
@@ -132,7 +132,11 @@ def run_of(method, seed, reached_at, accuracy=0.99, error=None):
     """It takes a step a second, and sees the target after so many."""
     rows = [step(0, n + 1, n, n + 1.0) for n in range(10)]
     looks = [evaluated(n, n + 0.5, 1.0 if reached_at is not None and n >= reached_at else 0.1) for n in range(1, 10)]
-    last = end(accuracy) if error is None else {"end": True, "error": error, "kind": "Diverged", "lost": []}
+    last = (
+        end(accuracy)
+        if error is None
+        else {"kind": "end", "end": True, "error": error, "error_kind": "Diverged", "lost": []}
+    )
     return of_lines([header(method=method, seed=seed), *rows, *looks, last])
 
 

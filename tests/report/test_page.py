@@ -82,7 +82,7 @@ def test_nothing_in_a_record_becomes_markup(tmp_path):
     assert evil in Page(own(page)).text
 
 
-def test_failed_runs_and_damage_are_told(tmp_path):
+def test_failed_runs_and_damage_are_shown(tmp_path):
     (tmp_path / "cut.jsonl").write_text("\n".join(json.dumps(line) for line in lines(method="gossip"))[:-400])
     cut = read(tmp_path / "cut.jsonl")
     text = Page(own(write_report([made(), failed(method="bsp"), cut], tmp_path / "out"))).text
@@ -92,8 +92,10 @@ def test_failed_runs_and_damage_are_told(tmp_path):
     assert "3 runs of 3 methods, 2 of them without a result" in text
 
 
-def test_a_run_without_a_step_is_told(tmp_path):
-    empty = of_lines([lines()[0], {"end": True, "error": "it was too early", "kind": "Refused", "lost": []}])
+def test_a_run_without_a_step_is_shown(tmp_path):
+    empty = of_lines(
+        [lines()[0], {"kind": "end", "end": True, "error": "it was too early", "error_kind": "Refused", "lost": []}]
+    )
     assert "it was too early" in Page(own(write_report([empty], tmp_path))).text
 
 

@@ -1,4 +1,4 @@
-"""Records that are whole, cut short, damaged, gone on with, or no records at all."""
+"""Records that are whole, cut short, damaged, resumed, or no records at all."""
 
 import json
 
@@ -9,6 +9,7 @@ from manyhands.core.errors import Refused
 from manyhands.report.measures import Measures
 from manyhands.report.reading import of_lines, read
 from report.written import end, header, step
+from synthetic_runs import lines
 
 WHOLE = [header(), step(0, 1, 0.0, 1.0, bytes=10), step(0, 2, 1.0, 2.0, bytes=20), end(0.5)]
 
@@ -27,14 +28,29 @@ def test_a_record_is_found_by_its_name_or_by_its_folder(tmp_path):
         assert run.path == path
 
 
-def test_of_a_record_cut_short_all_that_is_whole_is_kept_and_told(tmp_path):
+def test_of_a_record_cut_short_every_complete_line_is_kept_with_a_warning(tmp_path):
     whole = json.dumps(WHOLE[2])
     run = read(written(tmp_path, WHOLE[:2], tail=whole[: len(whole) // 2]))
     assert len(run.steps) == 1 and run.failure == "its record ends in the middle"
     assert run.warnings == [
         "line 3 is damaged or cut short, and left out",
-        "the record has no last line: the run was cut short, this is what it has",
+        "the record has no last line: the run was cut short, and this report shows what was recorded",
     ]
+
+
+def test_a_record_of_format_1_has_no_kinds_and_is_read_all_the_same():
+    now = [*lines(), *failed_end()]
+    before = [{name: value for name, value in line.items() if name not in ("kind", "error_kind")} for line in now]
+    before[0]["format"] = 1
+    before[-1]["kind"] = "PeerLost"  # the class of an error was called so
+    old, new = of_lines(before), of_lines(now)
+    assert (old.steps, old.evaluations, old.pauses, old.memory) == (new.steps, new.evaluations, new.pauses, new.memory)
+    assert old.end == new.end and old.failure == "rank 2 is lost"
+    assert len(old.steps) == 40 and len(old.pauses) == 4 and len(old.memory) == 4 and len(old.evaluations) == 1
+
+
+def failed_end():
+    return [{"kind": "end", "end": True, "error": "rank 2 is lost", "error_kind": "PeerLost", "lost": [[2, "it died"]]}]
 
 
 def test_a_damaged_line_in_the_middle_is_left_out(tmp_path):
@@ -53,11 +69,11 @@ def test_what_is_no_record_is_refused(tmp_path):
         read(written(tmp_path, []))
     with pytest.raises(Refused, match="it is no record"):
         read(written(tmp_path, [{"hello": 1}]))
-    with pytest.raises(Refused, match="has format 7, but must have 1"):
+    with pytest.raises(Refused, match="has format 7, but must have 1 or 2"):
         read(written(tmp_path, [header(format=7)]))
 
 
-def test_a_run_that_was_gone_on_with_is_one_run():
+def test_a_resumed_run_is_one_run():
     run = of_lines([*WHOLE, header(start=2), step(0, 3, 0.0, 1.5, bytes=5), end(0.75)])
     assert [line["time"] for line in run.steps] == [1.0, 2.0, 3.5]
     assert [line["bytes"] for line in run.steps] == [10, 20, 25]

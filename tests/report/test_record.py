@@ -1,4 +1,4 @@
-"""The record itself: what is in memory, in the file and told to listeners is the same."""
+"""The record itself: what is in memory, in the file and passed to listeners is the same."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyhands.core.lines import decoded, encoded
+from manyhands.core.record import decoded, encoded
 from manyhands.report.record import NAME, Record
 
 ODD = {
@@ -56,23 +56,23 @@ def test_floats_come_back_to_the_last_bit():
 
 
 def test_memory_the_file_and_listeners_have_the_same_lines(tmp_path):
-    class Heard(list):
+    class Collected(list):
         write, close = list.append, list.clear
 
-    heard, before = Heard(), []
-    with Record(tmp_path, also=[heard]) as record:
+    collected, before = Collected(), []
+    with Record(tmp_path, also=[collected]) as record:
         record.write({"participants": [], "lr": float("inf")})
         early = record.lines
         record.add(encoded({"step": 1}) + encoded({"step": 2}))
         record.write({"end": True})
-        before = list(heard)
+        before = list(collected)
     found = [json.loads(row) for row in (tmp_path / NAME).read_text().splitlines()]
     assert found == record.lines == before
     assert found == [{"participants": [], "lr": None}, {"step": 1}, {"step": 2}, {"end": True}]
-    assert early is record.lines and heard == []
+    assert early is record.lines and collected == []
 
 
-def test_a_run_that_goes_on_adds_to_its_file(tmp_path):
+def test_a_resumed_run_appends_to_its_file(tmp_path):
     for number in range(2):
         with Record(tmp_path, goes_on=number > 0) as record:
             record.write({"part": number})

@@ -1,4 +1,4 @@
-"""Clipping is torch's, parameter by parameter; a shard never cuts a parameter whose norm is to be known."""
+"""Clipping is torch's, parameter by parameter; a shard never cuts a parameter whose norm is needed."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands.core.errors import Refused
-from manyhands.core.protocols import At
+from manyhands.core.rule import UpdateContext
 from manyhands.rules import ClipNorm, ClipValue, Sgd, chain
 
 WAYS = {"servers": {"servers": 2}, "co-located": {}, "shared memory": {"hosts": 1}}
@@ -21,19 +21,19 @@ def test_equals_torch(name, scale):
     p = nn.Parameter(torch.zeros(5, 7, dtype=torch.float64))
     p.grad = scale * torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ours = {"value": ClipValue(0.7), "norm": ClipNorm(0.7)}[name]
-    given = ours(p.grad.clone(), At(p.detach()))
+    given = ours(p.grad.clone(), UpdateContext(p.detach()))
     getattr(nn.utils, f"clip_grad_{name}_")([p], 0.7)
     torch.testing.assert_close(given, p.grad, rtol=0, atol=1e-14)
 
 
 def test_a_gradient_of_nothing_stays_nothing():
-    assert ClipNorm(1)(torch.zeros(3), At(torch.zeros(3))).tolist() == [0, 0, 0]
+    assert ClipNorm(1)(torch.zeros(3), UpdateContext(torch.zeros(3))).tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("method", [mh.bsp_server, mh.ssp])
-def test_whole_parameters_are_clipped_wherever_the_weights_are_kept(way, method):
-    """One worker, so that plain torch can say what comes out."""
+def test_whole_parameters_are_clipped_in_every_method(way, method):
+    """One worker, so that plain torch gives the expected result."""
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
     def model():
@@ -76,7 +76,7 @@ def test_the_workers_of_one_host_clip_as_those_of_many_do(method):
         (lambda: ClipNorm(math.inf), "limit is inf, but must be > 0 and finite"),
         (
             lambda: ClipNorm(1, of="model"),
-            "of is 'model', but must be 'parameter': weights are moved stretch by stretch",
+            "of is 'model', but must be 'parameter': updates are applied slice by slice",
         ),
     ],
 )

@@ -1,15 +1,15 @@
-"""Links for late gradients: by hand, cut and uncut, in blocks, and what each of them must not change."""
+"""Links for stale gradients: by hand, cut and uncut, in blocks, and the gradients that they do not change."""
 
 import math
 
 import pytest
 import torch
 
-from manyhands.core import holding as blocks
+from manyhands.core import weight_slice as blocks
 from manyhands.core.errors import Refused
-from manyhands.core.flat import Place, Span
-from manyhands.core.holding import Holding
-from manyhands.core.protocols import At
+from manyhands.core.flat import ParamSlot, Span
+from manyhands.core.rule import UpdateContext
+from manyhands.core.weight_slice import WeightSlice
 from manyhands.rules import AdaptiveDamping, AgeAware, DelayCompensation, Sgd, StalenessAware, chain
 
 N = 1003
@@ -30,7 +30,7 @@ def noise(seed, dtype=torch.float64, n=N):
 
 def apply(link, g, w, seen, lag=1, rank=0, state=None):
     w, seen, g = (torch.tensor([x], dtype=torch.float64) for x in (w, seen, g))
-    at = At(w, link.init(w) if state is None else state, lag=lag, rank=rank, seen=seen)
+    at = UpdateContext(w, link.init(w) if state is None else state, lag=lag, rank=rank, seen=seen)
     return link(g, at).item()
 
 
@@ -60,14 +60,14 @@ def test_division_by_staleness_and_by_age(lag, staleness, age):
 @LINK
 def test_a_gradient_that_is_not_stale_stays_as_it_is(link):
     g, w = noise(1), noise(2)
-    at = At(w, link.init(w), lag=0, seen=w.clone())
+    at = UpdateContext(w, link.init(w), lag=0, seen=w.clone())
     assert torch.equal(link(g.clone(), at), g)
 
 
 @pytest.mark.parametrize("link", [DelayCompensation(0), DelayCompensation(0, adaptive=True), AdaptiveDamping(math.inf)])
 def test_a_strength_of_nothing_changes_nothing(link):
     g, w = noise(1), noise(2)
-    at = At(w, link.init(w), lag=3, seen=noise(3))
+    at = UpdateContext(w, link.init(w), lag=3, seen=noise(3))
     assert torch.equal(link(g.clone(), at), g)
 
 
@@ -76,7 +76,7 @@ def test_each_worker_may_have_a_mean_square_of_its_own():
     w = torch.zeros(1, dtype=torch.float64)
     state = link.init(w)
     for rank, g in [(0, 1.0), (1, 2.0), (2, 3.0)]:
-        link(torch.full_like(w, g), At(w, state, rank=rank, seen=w.clone()))
+        link(torch.full_like(w, g), UpdateContext(w, state, rank=rank, seen=w.clone()))
     assert state["s0"].item() == pytest.approx(0.95 * 0.05 * 1 + 0.05 * 9)
     assert state["s1"].item() == pytest.approx(0.05 * 4)
 
@@ -92,10 +92,10 @@ def test_cut_is_bit_equal_to_uncut(link, dtype):
         g = noise(10 + step, dtype)
         where = {"lag": step, "rank": step}
         cut = [
-            link(g[a:b].clone(), At(w[a:b], one, seen=seen[a:b], **where))
+            link(g[a:b].clone(), UpdateContext(w[a:b], one, seen=seen[a:b], **where))
             for (a, b), one in zip(spans, states, strict=True)
         ]
-        assert torch.equal(link(g.clone(), At(w, state, seen=seen, **where)), torch.cat(cut))
+        assert torch.equal(link(g.clone(), UpdateContext(w, state, seen=seen, **where)), torch.cat(cut))
 
 
 @LINK
@@ -105,11 +105,11 @@ def test_blocks_and_copies_on_the_way_do_not_change_an_update(link, monkeypatch)
     for nbytes in (2**20, 256):
         monkeypatch.setattr(blocks, "BLOCK_BYTES", nbytes)
         weights, seen = noise(1, torch.float32), noise(2, torch.float32)
-        place = Place("w", Span(0, 0, N), torch.Size([N]), 0)
-        held = Holding(Span(0, 0, N), weights, [place], chain(link, Sgd(0.1)), knows_seen=True)
+        slot = ParamSlot("w", Span(0, 0, N), torch.Size([N]), 0)
+        weight_slice = WeightSlice(Span(0, 0, N), weights, [slot], chain(link, Sgd(0.1)), knows_seen=True)
         for step in range(4):
             g, into = noise(10 + step, torch.float32), torch.zeros(N)
-            held.merge([g], At(weights, lag=step, rank=step, seen=seen), into=(into, seen))
+            weight_slice.apply_mean([g], UpdateContext(weights, lag=step, rank=step, seen=seen), into=(into, seen))
             assert torch.equal(into, weights) and torch.equal(seen, weights)
             seen = noise(20 + step, torch.float32)
         ends.append(weights.clone())

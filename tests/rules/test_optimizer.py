@@ -1,11 +1,11 @@
-"""An optimizer made again: the same class, the same options, or a refusal that says what would be lost."""
+"""An optimizer made again: the same class, the same options, or a refusal that names what would be lost."""
 
 import pytest
 import torch
 from torch import nn
 
 from manyhands.core.errors import Refused
-from manyhands.core.protocols import At
+from manyhands.core.rule import UpdateContext
 from manyhands.rules.optimizer import recreate
 
 KINDS = [
@@ -46,7 +46,7 @@ def test_a_recreated_optimizer_moves_weights_as_the_original_does(kind, options)
         g = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
         weight.grad = g.clone()
         optimizer.step()
-        rule(g.clone(), At(moved, state, updates=number + 1))
+        rule(g.clone(), UpdateContext(moved, state, updates=number + 1))
     assert torch.equal(moved, weight)
 
 
@@ -120,7 +120,7 @@ def test_an_optimizer_with_hooks_is_refused():
         assert refusal(optimizer, model).startswith("the optimizer has hooks on its steps, but must have none")
 
 
-def test_an_option_that_the_class_cannot_be_told_is_refused():
+def test_an_option_that_is_no_argument_of_the_class_is_refused():
     class Fixed(torch.optim.SGD):
         def __init__(self, params, lr):
             super().__init__(params, lr=lr)
@@ -128,4 +128,4 @@ def test_an_option_that_the_class_cannot_be_told_is_refused():
     model = net()
     optimizer = Fixed(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["momentum"] = 0.9
-    assert refusal(optimizer, model) == "momentum of a Fixed is 0.9, but its class cannot be told that"
+    assert refusal(optimizer, model) == "momentum of a Fixed is 0.9, but its class has no such argument"

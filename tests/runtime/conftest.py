@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from speaking import Job
+from fake_ranks import Job
 
 
 @pytest.fixture

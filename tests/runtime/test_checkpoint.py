@@ -31,7 +31,7 @@ def names(folder):
 
 
 def sealed(path, change):
-    """Change the manifest of a checkpoint as somebody would who knows how to seal it again."""
+    """Change the manifest of a checkpoint, with a matching checksum."""
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     change(manifest)
     manifest["manifest_sha256"] = checkpoint._digest(manifest)

@@ -1,4 +1,4 @@
-"""Running jobs under attack: strangers at their doors, members that send garbage, and where they listen at all."""
+"""Running jobs under attack: strangers at their targets, members that send garbage, and where they listen at all."""
 
 import logging
 import os
@@ -15,11 +15,12 @@ import torch
 
 import manyhands as mh
 from manyhands.core.errors import PeerLost
-from manyhands.core.protocols import Tag, recv
-from manyhands.runtime import secret, wire
-from manyhands.runtime.launch import launch
-from manyhands.runtime.secret import Stranger, introduce
-from manyhands.runtime.wire import Head, Piece
+from manyhands.core.port import Tag, recv
+from manyhands.runtime.launch.launch import launch
+from manyhands.runtime.membership import secret
+from manyhands.runtime.membership.secret import Stranger, introduce
+from manyhands.runtime.transport import wire
+from manyhands.runtime.transport.wire import Head, TensorHeader
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -76,7 +77,7 @@ def listening(pid="self"):
 
 
 def talk_and_look(t):
-    """Nobody looks before all have talked to all."""
+    """Look for sockets once all ranks have exchanged messages."""
     for peer in t.peers():
         t.send(peer, GO, (), [torch.ones(10_000)])
     for _ in t.peers():
@@ -120,7 +121,7 @@ def test_whoever_launches_listens_to_no_network():
 def pass_round(enough, t):
     """A number goes round until rank 0 finds that it is enough; each rank adds its own."""
     noted, secret.PATIENCE = Noted(), 0.5
-    t.member.tell([{"rank": t.rank, "port": listening()[0][1], "key": t.seat.key}])
+    t.control.send_lines([{"rank": t.rank, "port": listening()[0][1], "key": t.spec.key}])
     total, turns, over = torch.zeros(3000), 0, False
     ahead, behind = (t.rank + 1) % t.size, (t.rank - 1) % t.size
     while not over:
@@ -136,17 +137,17 @@ def pass_round(enough, t):
     return turns, total.unique().tolist(), list(t.peers()), noted.lines
 
 
-class Door:
-    """A rank's door, seen from outside."""
+class Target:
+    """The listening socket of a rank, seen from outside."""
 
     def __init__(self, port, key):
         self.key = bytes.fromhex(key)
         self._port = port
 
-    def knock(self):
+    def dial(self):
         return socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE)
 
-    def enter(self, sock, who=b"1", key=None):
+    def authenticate(self, sock, who=b"1", key=None):
         """Prove the secret, and remember all that was said."""
         told = Told(sock)
         introduce(told, key or self.key, who)
@@ -177,31 +178,31 @@ def is_closed(sock):
 def say(*data):
     """Say these things without a proof."""
 
-    def attack(door, sock):
+    def attack(target, sock):
         for one in data:
             sock.sendall(one)
 
     return attack
 
 
-def wrong_secret(door, sock):
+def wrong_secret(target, sock):
     with pytest.raises(Stranger):
-        door.enter(sock, key=b"x" * 32)
+        target.authenticate(sock, key=b"x" * 32)
 
 
-def hang_up(door, sock):
+def hang_up(target, sock):
     sock.shutdown(socket.SHUT_WR)
 
 
-def replay(door, sock):
+def replay(target, sock):
     """A genuine handshake was overheard."""
-    with door.knock() as genuine:
-        overheard = door.enter(genuine)
+    with target.dial() as genuine:
+        overheard = target.authenticate(genuine)
         assert is_closed(genuine)
     sock.sendall(overheard)
 
 
-def drip(door, sock):
+def drip(target, sock):
     """A byte now and then: always in time, never done."""
     with suppress(ConnectionError):
         while True:
@@ -210,10 +211,10 @@ def drip(door, sock):
 
 
 def member(who, frame=b""):
-    """Somebody who knows the secret says who it is, and goes on as if it were let in."""
+    """Authenticate with the secret as `who`, and send a frame as if admitted."""
 
-    def attack(door, sock):
-        door.enter(sock, who)
+    def attack(target, sock):
+        target.authenticate(sock, who)
         with suppress(ConnectionError):
             sock.sendall(frame)
 
@@ -226,23 +227,23 @@ def message(name, *pieces):
 
 HUGE = wire.PREFIX.pack(wire.MAGIC, wire.MESSAGE, 20, 2**60)
 UNPROVED = "it does not know the secret of this job"
-TAKEN = "it says it is rank {}, which is not awaited"
+TAKEN = "it claims to be rank '{}', which is not expected"
 ATTACKS = {
     "wrong secret": (wrong_secret, [UNPROVED]),
-    "garbage": (say(b"\xff" * 5000), ["introduces itself with 65535 bytes"]),
-    "another language": (say(b"GET / HTTP/1.1\r\nHost: localhost:80\r\n\r\n" * 9), ["introduces itself with"]),
+    "garbage": (say(b"\xff" * 5000), ["its introduction has 65535 bytes"]),
+    "another language": (say(b"GET / HTTP/1.1\r\nHost: localhost:80\r\n\r\n" * 9), ["its introduction has"]),
     "a frame of 2**60 bytes": (say(HUGE, b"\0" * 200), [UNPROVED]),
     "silence": (say(), ["timed out"]),
     "half a handshake": (say(bytes(32)), ["timed out"]),
     "a byte now and then": (drip, ["timed out"]),
-    "nothing": (hang_up, ["hung up before it had proved itself"]),
+    "nothing": (hang_up, ["it did not prove the secret: the connection was closed"]),
     "a replay": (replay, [TAKEN.format(1), UNPROVED]),
     "a taken rank": (member(b"1", message("never")), [TAKEN.format(1)]),
     "an unknown tag": (member(b"2", message("unheard-of")), [TAKEN.format(2)]),
-    "a forbidden dtype": (member(b"1", message("round", Piece(torch.int64, (4,)))), [TAKEN.format(1)]),
+    "a forbidden dtype": (member(b"1", message("round", TensorHeader(torch.int64, (4,)))), [TAKEN.format(1)]),
     "a rank that is none": (member(b"99"), [TAKEN.format(99)]),
     "a negative rank": (member(b"-1"), [TAKEN.format(-1)]),
-    "no rank": (member(b"me"), ["invalid literal"]),
+    "no rank": (member(b"me"), [TAKEN.format("me")]),
 }
 
 
@@ -260,14 +261,14 @@ class Attacker(threading.Thread):
             rows = [self.rows.get(timeout=60)[0] for _ in range(self._ranks)]
             for row in rows:
                 for name, (attack, _) in ATTACKS.items():
-                    self._attack(name, attack, Door(row["port"], row["key"]))
+                    self._attack(name, attack, Target(row["port"], row["key"]))
             self.ended = True
         finally:
             self._enough.touch()
 
-    def _attack(self, name, attack, door):
-        with door.knock() as sock:
-            attack(door, sock)
+    def _attack(self, name, attack, target):
+        with target.dial() as sock:
+            attack(target, sock)
             assert is_closed(sock), name
 
 
@@ -290,26 +291,29 @@ def test_a_running_job_turns_every_stranger_away_and_comes_to_its_right_result(t
     for rank, (*_, lines) in enumerate(results):
         assert len(lines) == len(reasons), lines
         for line, reason in zip(lines, reasons, strict=True):
-            assert line.startswith(f"rank {rank} turned a connection away: ") and reason in line
+            assert line.startswith(f"rank {rank} rejected a connection: ") and reason in line
 
 
 # Members that send garbage
 
 
 OFFENCES = {
-    "noise": (b"x" * 100, "does not begin like a frame of ours"),
+    "noise": (b"x" * 100, "does not begin with the magic bytes of a frame"),
     "2**60 bytes": (HUGE, "its body claims 1152921504606846976 bytes"),
     "2**32 bytes of header": (wire.PREFIX.pack(wire.MAGIC, wire.MESSAGE, 2**32 - 1, 0), "its header claims"),
-    "an unknown tag": (message("unheard-of"), "there is no tag 'unheard-of'"),
+    "an unknown tag": (message("unheard-of"), "the tag 'unheard-of' is not known"),
     "a forbidden dtype": (
-        message("round", Piece(torch.int64, (4,))),
-        "may carry floats, but this one brings torch.int64",
+        message("round", TensorHeader(torch.int64, (4,))),
+        "may carry floats, but this one has torch.int64",
     ),
-    "a forbidden shape": (message("whole", Piece(torch.int64, (2, 2))), "may carry vectors, but this one brings"),
-    "something with nothing": (message("bare", Piece(torch.float32, (1,))), "may carry nothing"),
+    "a forbidden shape": (
+        message("whole", TensorHeader(torch.int64, (2, 2))),
+        "may carry vectors, but this one has",
+    ),
+    "something with nothing": (message("bare", TensorHeader(torch.float32, (1,))), "may carry nothing"),
     "memory of another host": (
-        message("answer", Piece(torch.uint8, (64,), "shared/x", 64)),
-        "it speaks of memory of another host",
+        message("answer", TensorHeader(torch.uint8, (64,), "shared/x", 64)),
+        "it refers to shared memory of another host",
     ),
 }
 
@@ -357,7 +361,7 @@ def test_a_member_that_sends_garbage_is_lost_to_whom_it_sent_it_and_to_nobody_el
     lost, why, answer, peers, lines = first
     assert (lost, answer, peers) == (1, ("from 1",), [2])
     assert why.startswith("it sent garbage: ") and says in why
-    assert [line for line in lines if says in line and "the link to rank 1 is closed" in line] == lines and lines
+    assert [line for line in lines if says in line and "closed the link to rank 1" in line] == lines and lines
     assert second == "went on"
     assert third == (True, [])
 
@@ -396,13 +400,13 @@ def task(folder):
     return mh.Task(model=model, data=data, loss=Delayed(folder), batch_size=4)
 
 
-def doors_of(folder, ranks):
+def targets_of(folder, ranks):
     """Where the ranks listen, as soon as all of them train."""
     ends = time.monotonic() + 60
     while len(training := list(folder.glob("training *"))) < ranks:
         assert time.monotonic() < ends, training
         time.sleep(0.01)
-    return [Door(port, "") for path in training for _, port in listening(path.name.split()[1])]
+    return [Target(port, "") for path in training for _, port in listening(path.name.split()[1])]
 
 
 class Besieger(threading.Thread):
@@ -414,10 +418,10 @@ class Besieger(threading.Thread):
 
     def run(self):
         try:
-            doors = doors_of(self._folder, 3)
+            targets = targets_of(self._folder, 3)
             for number in range(STEPS):
-                with doors[number % 3].knock() as sock:
-                    KEYLESS[number % len(KEYLESS)](doors[number % 3], sock)
+                with targets[number % 3].dial() as sock:
+                    KEYLESS[number % len(KEYLESS)](targets[number % 3], sock)
                     assert is_closed(sock)
                 (self._folder / str(number)).touch()
             self.ended = True
@@ -434,6 +438,6 @@ def test_a_training_with_an_attack_in_every_step_gives_the_same_weights_to_the_l
     finally:
         besieger.join()
     assert besieger.ended and result.lost == []
-    assert capfd.readouterr().err.count("turned a connection away") == STEPS
+    assert capfd.readouterr().err.count("rejected a connection") == STEPS
     calm = mh.train(task(tmp_path), mh.bsp(lr=0.1), cluster=mh.Cluster(workers=3), steps=STEPS)
     assert result.weights_sha256 == calm.weights_sha256

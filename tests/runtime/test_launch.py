@@ -14,20 +14,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from speaking import SPEAKS
+from fake_ranks import FAKE_RANK
 
 from manyhands.cli import main
 from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused
-from manyhands.core.protocols import Tag, recv
-from manyhands.runtime.crew import Crew
-from manyhands.runtime.launch import launch, run_script
-from manyhands.runtime.watch import Watcher
+from manyhands.core.port import Tag, recv
+from manyhands.runtime.launch.launch import launch, run_script
+from manyhands.runtime.launch.rank_processes import RankProcesses
+from manyhands.runtime.membership.watcher import Watcher
+from pace import assert_within
 
 pytestmark = pytest.mark.timeout(120)
 
 
 def start(program, workers=2, **knobs):
     return launch(program, workers=workers, context="forkserver", **knobs)
+
+
+LOOKED = Tag("looked")
 
 
 # Programs
@@ -72,7 +76,7 @@ def needs_everyone(transport):
 
 
 def tells(transport):
-    transport.member.tell([{"rank": transport.rank}])
+    transport.control.send_lines([{"rank": transport.rank}])
 
 
 def returns_a_function(transport):
@@ -86,15 +90,15 @@ def dies_after_leaving(transport):
 
 
 def leaves_while_a_thread_fails(transport):
-    """The thread has begun to fail, and has not told anybody yet, when the program comes to leave."""
-    tell, begun, go_on = transport.member.failed, threading.Event(), threading.Event()
+    """A thread has begun to report its failure, and has not finished, when the program leaves."""
+    report, begun, go_on = transport.control.failed, threading.Event(), threading.Event()
 
-    def tell_slowly(error):
+    def report_slowly(error):
         begun.set()
         go_on.wait(30)
-        tell(error)
+        report(error)
 
-    transport.member.failed = tell_slowly
+    transport.control.failed = report_slowly
     threading.Thread(target=transport.fail, args=(Diverged(0, 7, float("inf")),), daemon=True).start()
     begun.wait(30)
     threading.Thread(target=lambda: (time.sleep(0.1), go_on.set()), daemon=True).start()
@@ -104,10 +108,10 @@ def leaves_while_a_thread_fails(transport):
 def works(transport):
     os.write(1, f"{os.getpid()}\n".encode())  # in one piece: two ranks speak at once
     ends = time.monotonic() + 60
-    while time.monotonic() < ends and not transport.member.finishing:
+    while time.monotonic() < ends and not transport.control.finishing:
         transport.check()
         time.sleep(0.01)
-    return transport.member.finishing
+    return transport.control.finishing
 
 
 # launch
@@ -118,6 +122,38 @@ def test_results_come_back_by_rank():
     roles = ["worker", "worker", "server"]
     assert launched.results == [(rank, roles[rank], (0, 1, 1), 1, True) for rank in range(3)]
     assert launched.lost == []
+
+
+def role(transport):
+    """The role and the learners; the learner stays until both actors have looked."""
+    learners = list(transport.peers("learner"))
+    if transport.role == "learner":
+        for actor in (0, 1):
+            recv(transport, LOOKED, frm=actor)
+    else:
+        transport.send(2, LOOKED)
+    return transport.role, learners
+
+
+def test_roles_are_counted_in_rank_order():
+    launched = launch(role, roles={"actor": 2, "learner": 1}, context="forkserver")
+    assert launched.results == [("actor", [2]), ("actor", [2]), ("learner", [])]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ({}, "roles is None and workers is None, but exactly one of them must be given"),
+        ({"roles": {"worker": 1}, "workers": 1}, "but exactly one of them must be given"),
+        ({"roles": {"worker": 1, "server": -1}}, "servers is -1, but must be >= 0"),
+        ({"roles": {"actor": 1}, "spares": 1}, "spares is 1, but must be 0 in a run without workers"),
+        ({"workers": 0}, "workers is 0, but must be >= 1"),
+        ({"roles": {}}, "the number of ranks is 0, but must be >= 1"),
+    ],
+)
+def test_impossible_roles_are_refused(wanted, says):
+    with pytest.raises(Refused, match=says):
+        launch(where, **wanted)
 
 
 def test_a_large_result_comes_back_whole():
@@ -167,14 +203,12 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_started(monkeypatch):
 
 
 def test_a_result_that_cannot_be_sent_is_refused():
-    with pytest.raises(Refused, match=r"what rank [01] returns cannot be sent"):
+    with pytest.raises(Refused, match=r"the result of rank [01] cannot be pickled"):
         start(returns_a_function)
 
 
 def test_a_result_that_never_comes_is_missed():
-    with pytest.raises(
-        PeerLost, match="rank 1 is lost: it left, but its result has not come: it was killed by SIGKILL"
-    ):
+    with pytest.raises(PeerLost, match="rank 1 is lost: it left, but its result is missing: it was killed by SIGKILL"):
         start(dies_after_leaving)
 
 
@@ -198,13 +232,13 @@ def is_there(pid):
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-# Signals to whoever launches
+# Signals to the launching process
 
 LAUNCHES = """
 import multiprocessing, signal, sys, time
-sys.path.insert(0, {folder!r})
-multiprocessing.set_forkserver_preload(["torch", "manyhands.runtime.join", "test_launch"])
-from manyhands.runtime.launch import launch
+sys.path[:0] = {folders!r}
+multiprocessing.set_forkserver_preload(["torch", "manyhands.runtime.launch.join", "test_launch"])
+from manyhands.runtime.launch.launch import launch
 from test_launch import works
 if __name__ == "__main__":
     before = signal.getsignal(signal.SIGTERM)
@@ -218,21 +252,21 @@ if __name__ == "__main__":
 
 def test_an_interrupt_while_the_watcher_starts_does_not_break_that_off(monkeypatch, capfd):
     """Begun half, its thread would find everything closed under its feet, and complain about it."""
-    begin, crew_starts = Watcher.start, []
+    begin, process_starts = Watcher.start, []
 
     def interrupted(watcher, **knobs):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.05)  # where Python would notice
         begin(watcher, **knobs)
 
-    def starting(crew, watcher):
-        crew_starts.append(watcher._thread.is_alive())
+    def starting(processes, watcher):
+        process_starts.append(watcher._thread.is_alive())
 
     monkeypatch.setattr(Watcher, "start", interrupted)
-    monkeypatch.setattr(Crew, "start", starting)
+    monkeypatch.setattr(RankProcesses, "start", starting)
     with pytest.raises(KeyboardInterrupt):
         start(where)
-    assert crew_starts == [True]
+    assert process_starts == [True]
     assert capfd.readouterr().err == ""
 
 
@@ -243,7 +277,7 @@ def launcher(tmp_path):
 
     def begin(context):
         script = tmp_path / "launches.py"
-        script.write_text(LAUNCHES.format(folder=str(Path(__file__).parent), context=context))
+        script.write_text(LAUNCHES.format(folders=[str(path) for path in Path(__file__).parents[:2]], context=context))
         process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, start_new_session=True)
         processes.append(process)
         return process, [int(process.stdout.readline()) for _ in range(2)]
@@ -259,7 +293,7 @@ def test_an_interrupt_ends_everyone_within_two_seconds(launcher):
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     assert process.stdout.readline() == "interrupted\n"
-    assert time.monotonic() - began < 2.0
+    assert_within(2.0, time.monotonic() - began)
     assert not any(map(is_there, ranks))
 
 
@@ -281,7 +315,7 @@ def test_ranks_die_with_whoever_launched_them(launcher):
 
 
 def test_whoever_launches_needs_no_torch():
-    code = "import sys, manyhands.runtime.launch, manyhands.cli.run; sys.exit('torch' in sys.modules)"
+    code = "import sys, manyhands.runtime.launch.launch, manyhands.cli.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -316,7 +350,7 @@ def test_a_script_finds_the_names_that_torchrun_uses(script, capfd):
 
 
 def test_a_script_that_joins_and_leaves_is_fine(script):
-    assert script(SPEAKS + "meet(); line.send('left')") == (0, [])
+    assert script(FAKE_RANK + "join(); channel.send('left')") == (0, [])
 
 
 def test_its_own_exit_code_is_handed_on(script):
@@ -325,20 +359,20 @@ def test_its_own_exit_code_is_handed_on(script):
 
 
 def test_so_is_that_of_a_failure_after_the_run(script):
-    code, said = script(SPEAKS + "meet(); line.send('left'); sys.exit(5 * seat.rank)")
+    code, said = script(FAKE_RANK + "join(); channel.send('left'); sys.exit(5 * spec.rank)")
     assert code == 5 and said == ["rank 1 failed after it had left: exit code 5"]
 
 
 def test_and_that_of_whoever_reports_a_failure(script):
     text = """
-meet()
-if seat.rank == 1:
-    line.send("failed", {"error": {"kind": "failed", "rank": 1, "text": "ValueError: no"}})
+join()
+if spec.rank == 1:
+    channel.send("failed", {"error": {"kind": "failed", "rank": 1, "text": "ValueError: no"}})
     sys.exit(9)
-until("abort")
+receive("abort")
 sys.exit(1)
 """
-    assert script(SPEAKS + text) == (9, ["rank 1 failed: ValueError: no"])
+    assert script(FAKE_RANK + text) == (9, ["rank 1 failed: ValueError: no"])
 
 
 @pytest.mark.parametrize(
@@ -350,30 +384,30 @@ sys.exit(1)
     ],
 )
 def test_errors_of_ours_have_their_codes(script, error, code):
-    text = f"meet(); line.send('failed', {{'error': {error}}}) if seat.rank else until('abort'); sys.exit(1)"
-    ended, said = script(SPEAKS + text)
+    text = f"join(); channel.send('failed', {{'error': {error}}}) if spec.rank else receive('abort'); sys.exit(1)"
+    ended, said = script(FAKE_RANK + text)
     assert ended == code and len(said) == 1
 
 
 def test_a_lost_rank_is_listed_and_the_run_goes_on(script):
-    text = "meet(); os.kill(os.getpid(), signal.SIGKILL) if seat.rank else until('lost'); line.send('left')"
-    assert script(SPEAKS + text) == (0, ["rank 1 is lost: it was killed by SIGKILL"])
+    text = "join(); os.kill(os.getpid(), signal.SIGKILL) if spec.rank else receive('lost'); channel.send('left')"
+    assert script(FAKE_RANK + text) == (0, ["rank 1 is lost: it was killed by SIGKILL"])
 
 
 def test_a_loss_that_ends_the_run_is_said_once(script):
     text = """
-meet()
-if seat.rank == 1:
+join()
+if spec.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-line.send("failed", {"error": {"kind": "lost", **until("lost")}})
+channel.send("failed", {"error": {"kind": "lost", **receive("lost")}})
 sys.exit(1)
 """
-    assert script(SPEAKS + text) == (3, ["rank 1 is lost: it was killed by SIGKILL"])
+    assert script(FAKE_RANK + text) == (3, ["rank 1 is lost: it was killed by SIGKILL"])
 
 
 def test_whoever_waits_for_one_that_ends_is_told(script):
-    text = "if seat.rank == 0: hello(); until('abort'); sys.exit(1)"
-    assert script(SPEAKS + text) == (3, ["rank 1 is lost: it ended without joining"])
+    text = "if spec.rank == 0: hello(); receive('abort'); sys.exit(1)"
+    assert script(FAKE_RANK + text) == (3, ["rank 1 is lost: it ended without joining"])
 
 
 def test_a_script_that_reads_its_input_is_not_stopped(script, capfd):
@@ -412,7 +446,7 @@ def test_run_says_how_it_went(tmp_path, capfd):
         (["nowhere.py"], "there is no script nowhere.py"),
         (["-n", "0", __file__], "workers is 0, but must be >= 1"),
         (["--wrkers", "2", __file__], "no option of manyhands run '--wrkers': did you mean --workers"),
-        ([], "script"),
+        ([], "the Python file that every rank runs"),
     ],
 )
 def test_run_refuses_what_cannot_work(words, says, capsys):
@@ -428,7 +462,7 @@ def test_run_has_help_with_examples(capsys):
 
 JOINS_TWICE = """
 from manyhands.core.errors import Refused
-from manyhands.runtime.join import connect
+from manyhands.runtime.launch.join import connect
 connect().leave()
 try:
     connect()

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from manyhands.core.errors import Refused
-from manyhands.runtime import rendezvous
-from manyhands.runtime.rendezvous import seat_from_torchrun
+from manyhands.runtime.launch import rendezvous
+from manyhands.runtime.launch.rendezvous import rank_spec_from_torchrun
 
 pytestmark = pytest.mark.timeout(150)
 
 JOB = """
 import json, os, signal, sys, time
-from manyhands.runtime import rendezvous
+from manyhands.runtime.launch import rendezvous
 from manyhands.core.errors import ManyhandsError
-from manyhands.runtime.join import connect
+from manyhands.runtime.launch.join import connect
 
 if "HOST" in os.environ:
     rendezvous.host_identity = lambda: os.environ["HOST"]
@@ -35,7 +35,7 @@ def joined():
         tell(f"{type(error).__name__}: {error}")
         sys.exit(2)
 """
-LEAVES = "t = joined(); tell(t.rank, t.hosts, t.roles, t.seat.bind); t.leave()"
+LEAVES = "t = joined(); tell(t.rank, t.hosts, t.roles, t.spec.bind); t.leave()"
 
 
 def free_port():
@@ -48,7 +48,7 @@ def sides():
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"manyhands.runtime.side" in path.read_bytes():
+            if b"manyhands.runtime.membership.sidecar" in path.read_bytes():
                 environment = (path.parent / "environ").read_bytes()
                 found += [int(path.parent.name)] if f"TEST_OWNER={os.getpid()}".encode() in environment else []
         except OSError:
@@ -106,7 +106,7 @@ def test_two_hosts_meet_through_the_hub_and_a_death_is_known_on_both(ranks):
 t = joined()
 while 2 in t.peers():
     time.sleep(0.01)
-tell(t.hosts, t.seat.bind, list(map(tuple, t.lost)))
+tell(t.hosts, t.spec.bind, list(map(tuple, t.lost)))
 t.leave()
 """
     dies = "t = joined(); os.kill(os.getpid(), signal.SIGKILL)"
@@ -143,7 +143,7 @@ t.leave()
 
 def test_who_does_not_come_is_named(ranks):
     said = ends(ranks([LEAVES, LEAVES, "pass"], DEADLINE=["5"] * 3))
-    assert [words.partition(" (")[0] for words in said[:2]] == ["ManyhandsError: rank 2 has not come within 5 s"] * 2
+    assert [words.partition(" (")[0] for words in said[:2]] == ["ManyhandsError: rank 2 has not joined within 5 s"] * 2
 
 
 def test_a_secret_of_ones_own_must_be_everywhere(ranks):
@@ -188,7 +188,7 @@ WHOLE = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 def test_a_half_set_environment_is_refused_with_the_missing_names(environment, missing):
     environment(**{name: value for name, value in WHOLE.items() if name not in missing})
     with pytest.raises(Refused, match=f"{', '.join(missing)} not set$"):
-        seat_from_torchrun()
+        rank_spec_from_torchrun()
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_half_set_environment_is_refused_with_the_missing_names(environment, m
 def test_a_wrong_environment_is_refused(environment, wrong, says):
     environment(**{**WHOLE, **wrong})
     with pytest.raises(Refused, match=says):
-        seat_from_torchrun()
+        rank_spec_from_torchrun()
 
 
 def test_hosts_are_numbered_by_their_first_ranks():
@@ -215,7 +215,7 @@ def test_each_host_listens_where_the_others_can_reach_it(environment):
     environment()
     assert rendezvous._bind(1, (0, 1), ["10.0.0.1", "10.0.0.2"]) == "10.0.0.2"
     assert rendezvous._bind(1, (0, 0), ["10.0.0.1", "10.0.0.1"]) == "127.0.0.1"
-    with pytest.raises(Refused, match=r"rank 0 finds MASTER_ADDR at 127\.0\.1\.1"):
+    with pytest.raises(Refused, match=r"rank 0 has the address 127\.0\.1\.1 on its route"):
         rendezvous._bind(1, (0, 1), ["127.0.1.1", "10.0.0.2"])
     environment(MANYHANDS_BIND="10.0.0.9")
     assert rendezvous._bind(1, (0, 0), ["", ""]) == "10.0.0.9" == rendezvous._address()

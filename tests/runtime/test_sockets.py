@@ -1,6 +1,5 @@
 """Links over real sockets: order, cuts at every byte, peers that stop reading, garbage, and how waiting ends."""
 
-import os
 import random
 import socket
 import threading
@@ -8,10 +7,11 @@ import threading
 import pytest
 import torch
 
-from manyhands.core.protocols import Tag
-from manyhands.runtime import links, wire
-from manyhands.runtime.links import DIRECT, STAGING, Link, Reader, Writer
-from manyhands.runtime.wire import Head, Piece
+from manyhands.core.port import Tag
+from manyhands.runtime.membership.event_loop import EventLoop
+from manyhands.runtime.transport import links, wire
+from manyhands.runtime.transport.links import DIRECT, STAGING, Link
+from manyhands.runtime.transport.wire import Head, TensorHeader
 
 TAG = Tag("linked")
 PATIENCE = 20
@@ -26,21 +26,21 @@ class Sink:
         self.landed = []
         self._news = threading.Condition()
 
-    def land(self, peer, head, nbytes):
+    def receive_buffer(self, peer, head, nbytes):
         self.landed.append(nbytes)
         return torch.full((nbytes + 5,), 255, dtype=torch.uint8)
 
-    def arrived(self, peer, head, body):
-        tensors = [] if body is None else [x.clone() for x in wire.cut(body, head.pieces)]
+    def received(self, peer, head, body):
+        tensors = [] if body is None else [x.clone() for x in wire.tensors_of(body, head.tensors)]
         self._note("message", peer, head.meta, tensors)
 
-    def came_back(self, peer, acks):
+    def acknowledged(self, peer, acks):
         self._note("back", peer, acks)
 
     def left(self, peer):
         self._note("left", peer)
 
-    def ended(self, peer, why):
+    def link_closed(self, peer, why):
         self._note("ended", peer, why)
 
     def _note(self, *what):
@@ -55,48 +55,22 @@ class Sink:
         return self.log
 
 
-class Over(Exception):
-    """A loop is no longer needed."""
-
-
-class Mortal:
-    """A loop whose thread ends with its test; a real one lives as long as its process."""
-
-    def _run(self):
-        try:
-            super()._run()
-        except Over:
-            self._selector.close()
-            os.close(self._bell)
-            self.ended.set()
-
-    def end(self):
-        self.ended = threading.Event()
-        self._later(self._be_over)
-        assert self.ended.wait(PATIENCE)
-
-    def _be_over(self):
-        raise Over
-
-
-class MortalReader(Mortal, Reader):
-    pass
-
-
-class MortalWriter(Mortal, Writer):
-    pass
-
-
 class Loops:
     """A reader and a writer, and the sockets of a test."""
 
     def __init__(self):
-        self.reader, self.writer = MortalReader(), MortalWriter()
+        self.reader, self.writer = EventLoop(), EventLoop()
+        self._threads = [self.reader.start("reader"), self.writer.start("writer")]
         self.sockets = []
 
     def link(self, peer, sock, sink):
         link = Link(peer, sock, sink, self.writer)
-        self.reader.watch(link, link.read)
+
+        def read():
+            if not link.read():
+                self.reader.remove(link)
+
+        self.reader.post(lambda: self.reader.on_readable(link, read))
         return link
 
     def pair(self, kind):
@@ -105,13 +79,11 @@ class Loops:
         return pair
 
     def close(self):
-        threads = [
-            thread for thread in threading.enumerate() if thread.name in ("manyhands reader", "manyhands writer")
-        ]
-        self.reader.end()
-        self.writer.end()
-        for thread in threads:
+        for loop, thread in zip((self.reader, self.writer), self._threads, strict=True):
+            loop.stop()
             thread.join(PATIENCE)
+            assert not thread.is_alive()
+            loop.close()
         for sock in self.sockets:
             sock.close()
 
@@ -121,9 +93,9 @@ def unix():
 
 
 def tcp():
-    with socket.create_server(("127.0.0.1", 0)) as door:
-        ours = socket.create_connection(door.getsockname())
-        return ours, door.accept()[0]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
 
 
 KINDS = {"unix": unix, "tcp": tcp}
@@ -143,7 +115,7 @@ def kind(request):
 
 def message(number, *tensors, acks=()):
     """A frame as a transport makes it: header, then each tensor and its padding."""
-    pieces = tuple(Piece(x.dtype, tuple(x.shape)) for x in tensors)
+    pieces = tuple(TensorHeader(x.dtype, tuple(x.shape)) for x in tensors)
     frame = [wire.pack(Head(TAG.name, 0, number, TAG.credit, False, (number,), pieces, acks))]
     for x in tensors:
         frame += [wire.as_bytes(x), bytes(wire.padded(x.nbytes) - x.nbytes)]
@@ -289,7 +261,7 @@ def test_headers_larger_than_the_staging_memory(loops, kind, length):
     loops.link(0, theirs, sink)
     link = loops.link(1, ours, Sink())
     for number in range(3):
-        head = Head(TAG.name, 0, number, 2, False, (number, "x" * length), (Piece(torch.uint8, (7,)),), ())
+        head = Head(TAG.name, 0, number, 2, False, (number, "x" * length), (TensorHeader(torch.uint8, (7,)),), ())
         link.send([wire.pack(head), wire.as_bytes(filled(7, number)), bytes(9)])
         link.send(message(10 + number))
     metas = [entry[2] for entry in sink.wait_for(6)]
@@ -309,7 +281,7 @@ def test_a_body_lands_where_the_receiver_says_and_nowhere_else():
     place = torch.full((64,), 9, dtype=torch.uint8)
 
     class Landing(Sink):
-        def land(self, peer, head, nbytes):
+        def receive_buffer(self, peer, head, nbytes):
             assert (peer, head.name, nbytes) == (0, "linked", 48)
             return place
 
@@ -481,14 +453,14 @@ def unknown_tag():
 
 
 def placed_elsewhere():
-    return wire.pack(Head(TAG.name, 0, 1, 2, False, (), (Piece(torch.uint8, (8,), "own/0/1", 64),), ()))
+    return wire.pack(Head(TAG.name, 0, 1, 2, False, (), (TensorHeader(torch.uint8, (8,), "own/0/1", 64),), ()))
 
 
 GARBAGE = {
-    "noise": (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 50, "does not begin like a frame of ours"),
+    "noise": (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 50, "does not begin with the magic bytes of a frame"),
     "oversized": (oversized(), "body claims 1152921504606846976 bytes"),
-    "unknown tag": (unknown_tag(), "there is no tag 'linkes'"),
-    "acks": (wire.PREFIX.pack(wire.MAGIC, wire.RELEASE, 1, 0) + b"\x01", "gives back"),
+    "unknown tag": (unknown_tag(), "the tag 'linkes' is not known"),
+    "acks": (wire.PREFIX.pack(wire.MAGIC, wire.RELEASE, 1, 0) + b"\x01", "its acknowledgements are not"),
 }
 
 
@@ -521,20 +493,20 @@ def test_only_a_peer_of_this_host_may_speak_of_its_memory(loops, kind):
     theirs.sendall(placed_elsewhere())
     (entry,) = sink.wait_for(1)
     assert entry[0] == {"unix": "message", "tcp": "ended"}[kind]
-    assert kind == "unix" or entry[2] == "it sent garbage: it speaks of memory of another host"
+    assert kind == "unix" or entry[2] == "it sent garbage: it refers to shared memory of another host"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate"), MemoryError()], ids=["torch", "python"])
 def test_a_body_for_which_there_is_no_memory_ends_its_link_not_the_reader(loops, error):
     class Full(Sink):
-        def land(self, peer, head, nbytes):
+        def receive_buffer(self, peer, head, nbytes):
             raise error
 
     ours, theirs = loops.pair("unix")
     sink = Full()
     loops.link(1, ours, sink)
     theirs.sendall(flat(message(1, filled(100, 1))))
-    assert sink.wait_for(1)[0][2] == "it sent garbage: it announces 112 bytes, for which there is no memory"
+    assert sink.wait_for(1)[0][2] == "it sent garbage: it announces a body of 112 bytes, for which there is no memory"
     other, others = loops.pair("unix")
     loops.link(2, other, sink)
     others.sendall(flat(message(2)))

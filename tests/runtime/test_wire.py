@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from manyhands.core.errors import ManyhandsError
-from manyhands.core.protocols import Tag
-from manyhands.runtime import wire
-from manyhands.runtime.wire import Garbled, Head, Piece
+from manyhands.core.port import Tag
+from manyhands.runtime.transport import wire
+from manyhands.runtime.transport.wire import Garbled, Head, TensorHeader
 
 NOTHING, FLOATS = Tag("bare", carries="nothing"), Tag("floats", carries="floats")
-VECTORS, TENSORS = Tag("vectors", carries="vectors"), Tag("tensors", carries="tensors")
+VECTORS, TENSORS = Tag("any-vectors", carries="vectors"), Tag("tensors", carries="tensors")
 SHAPES = [(), (0,), (1,), (5,), (2, 3), (0, 4), (2, 1, 3), (1,) * 64]
 F32, I64 = wire.DTYPES.index(torch.float32), wire.DTYPES.index(torch.int64)
 
 
-def head(*pieces, tag=TENSORS, key=0, serial=1, meta=(), acks=()):
-    return Head(tag.name, key, serial, tag.credit, False, meta, pieces, acks)
+def head(*tensors, tag=TENSORS, key=0, serial=1, meta=(), acks=()):
+    return Head(tag.name, key, serial, tag.credit, False, meta, tensors, acks)
 
 
 def split(frame):
@@ -39,7 +39,7 @@ def unpack(frame):
 def fields(**changes):
     """A good header of one float32 vector in the body, as a list, with some fields changed."""
     good = {"name": "tensors", "key": 0, "serial": 1, "credit": 2, "latest": False, "meta": ()}
-    good |= {"pieces": ((F32, (4,), "", 0, 0),), "acks": ()}
+    good |= {"tensors": ((F32, (4,), "", 0, 0),), "acks": ()}
     return list({**good, **changes}.values())
 
 
@@ -60,26 +60,27 @@ def refused(listed, body=16):
 @pytest.mark.parametrize("dtype", wire.DTYPES, ids=str)
 def test_every_dtype_and_shape_comes_in_as_it_went_out(dtype):
     tensors = [torch.arange(math.prod(shape)).remainder(2).to(dtype).view(shape) for shape in SHAPES]
-    sent = head(*[Piece(x.dtype, tuple(x.shape)) for x in tensors])
+    sent = head(*[TensorHeader(x.dtype, tuple(x.shape)) for x in tensors])
     got = unpack(wire.pack(sent))
     assert got == sent
     body = b"".join(bytes(wire.as_bytes(x)) + bytes(wire.padded(x.nbytes) - x.nbytes) for x in tensors)
     assert split(wire.pack(sent))[2] == len(body)
-    for x, y in zip(tensors, wire.cut(torch.frombuffer(bytearray(body), dtype=torch.uint8), got.pieces), strict=True):
+    memory = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    for x, y in zip(tensors, wire.tensors_of(memory, got.tensors), strict=True):
         assert (x.dtype, x.shape, x.tolist()) == (y.dtype, y.shape, y.tolist())
 
 
 def test_a_tensor_in_shared_memory_is_only_a_place():
-    sent = head(Piece(torch.float64, (2, 2), "own/0/1", 4096, 64), Piece(torch.int8, (3,)))
+    sent = head(TensorHeader(torch.float64, (2, 2), "own/0/1", 4096, 64), TensorHeader(torch.int8, (3,)))
     frame = wire.pack(sent)
     assert unpack(frame) == sent
     assert split(frame)[2] == 16
     memory = torch.arange(512, dtype=torch.float64).view(torch.uint8)
-    assert wire.placed(memory, sent.pieces[0], 64).tolist() == [[8.0, 9.0], [10.0, 11.0]]
+    assert wire.tensor_at(memory, sent.tensors[0], 64).tolist() == [[8.0, 9.0], [10.0, 11.0]]
 
 
 def test_a_tensor_may_fill_its_memory_to_the_last_byte_and_be_empty_at_its_end():
-    sent = head(Piece(torch.float32, (16,), "r", 64, 0), Piece(torch.float32, (0,), "r", 64, 64))
+    sent = head(TensorHeader(torch.float32, (16,), "r", 64, 0), TensorHeader(torch.float32, (0,), "r", 64, 64))
     assert unpack(wire.pack(sent)) == sent
 
 
@@ -97,24 +98,24 @@ def test_frames_without_a_message():
 
 
 def test_what_follows_a_colon_in_a_name_is_made_up():
-    sent = head(Piece(torch.float32, (2,)), tag=FLOATS)._replace(name="floats:later:on")
+    sent = head(TensorHeader(torch.float32, (2,)), tag=FLOATS)._replace(name="floats:later:on")
     assert unpack(wire.pack(sent)).name == "floats:later:on"
     assert "floats:whatever message may carry floats" in refused(
-        fields(name="floats:whatever", pieces=((I64, (2,), "", 0, 0),))
+        fields(name="floats:whatever", tensors=((I64, (2,), "", 0, 0),))
     )
 
 
-# The sender is told what its receiver would take for garbage
+# What the receiver would reject is an error in the sender
 
 
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
-        (head(Piece(torch.complex64, (1,))), "torch.complex64"),
-        (head(meta=("x" * 2**24,)), "more than 16 MiB"),
+        (head(TensorHeader(torch.complex64, (1,))), "torch.complex64"),
+        (head(meta=("x" * 2**24,)), "must have at most 16 MiB"),
         (head(meta=(tuple(range(2**16 + 1)),)), "more than 65536 items"),
-        (head(*[Piece(torch.int8, (0,))] * (2**16 + 1)), "more than 65536 items"),
-        (head(Piece(torch.int8, (2**35 + 1,))), "more than 34359738368"),
+        (head(*[TensorHeader(torch.int8, (0,))] * (2**16 + 1)), "more than 65536 items"),
+        (head(TensorHeader(torch.int8, (2**35 + 1,))), "must have at most 34359738368"),
     ],
     ids=["dtype", "meta", "list", "tensors", "body"],
 )
@@ -125,9 +126,9 @@ def test_what_cannot_travel_is_refused_where_it_is_sent(sent, says):
 
 
 def test_the_most_that_may_travel_does():
-    sent = head(*[Piece(torch.int8, (0,))] * 2**16, meta=(tuple(range(2**16)), "x" * 2**20))
+    sent = head(*[TensorHeader(torch.int8, (0,))] * 2**16, meta=(tuple(range(2**16)), "x" * 2**20))
     assert unpack(wire.pack(sent)) == sent
-    assert unpack(wire.pack(head(Piece(torch.int8, (2**35,))))).pieces[0].nbytes == 2**35
+    assert unpack(wire.pack(head(TensorHeader(torch.int8, (2**35,))))).tensors[0].nbytes == 2**35
 
 
 # Prefixes
@@ -138,9 +139,9 @@ def test_the_most_that_may_travel_does():
     [
         ((b"mh02", wire.MESSAGE, 10, 0), "does not begin"),
         ((b"GET ", wire.MESSAGE, 10, 0), "does not begin"),
-        ((wire.MAGIC, 0, 10, 0), "kind 0"),
-        ((wire.MAGIC, 4, 10, 0), "kind 4"),
-        ((wire.MAGIC, 2**32 - 1, 10, 0), "kind 4294967295"),
+        ((wire.MAGIC, 0, 10, 0), "0 is not a kind"),
+        ((wire.MAGIC, 4, 10, 0), "4 is not a kind"),
+        ((wire.MAGIC, 2**32 - 1, 10, 0), "4294967295 is not a kind"),
         ((wire.MAGIC, wire.MESSAGE, 2**24 + 1, 0), "header claims 16777217"),
         ((wire.MAGIC, wire.RELEASE, 2**32 - 1, 0), "header claims 4294967295"),
         ((wire.MAGIC, wire.LEAVE, 1, 0), "header claims 1 bytes, more than 0"),
@@ -163,12 +164,12 @@ def test_the_longest_prefix_is_taken():
 
 
 def test_the_header_that_the_others_are_changes_of_is_good():
-    assert read(fields()).pieces == (Piece(torch.float32, (4,)),)
+    assert read(fields()).tensors == (TensorHeader(torch.float32, (4,)),)
 
 
 @pytest.mark.parametrize("listed", [{}, 7, None, "x", [], fields()[:-1], [*fields(), 0]], ids=lambda x: str(x)[:20])
 def test_a_header_of_other_fields_is_refused(listed):
-    assert "other fields" in refused(listed)
+    assert "the fields of a message" in refused(listed)
 
 
 @pytest.mark.parametrize(
@@ -195,22 +196,22 @@ def test_a_header_of_other_fields_is_refused(listed):
     ids=str,
 )
 def test_a_field_of_another_type_is_refused(change):
-    assert "not what they should be" in refused(fields(**change))
+    assert "have wrong types" in refused(fields(**change))
 
 
 @pytest.mark.parametrize(
     "acks", [None, 1, "ab", {}, [1], [["a"]], [["a", 1, 2]], [[1, 1]], [["a", "1"]], [["a", True]]]
 )
 def test_what_gives_nothing_back_is_refused(acks):
-    assert "gives back" in refused(fields(acks=acks))
-    with pytest.raises(Garbled, match="gives back"):
+    assert "its acknowledgements are not" in refused(fields(acks=acks))
+    with pytest.raises(Garbled, match="its acknowledgements are not"):
         wire.unpack_acks(msgpack.packb(acks))
 
 
 @pytest.mark.parametrize("name", ["", "unknown", "unknown:tensors", ":tensors", "tensors ", "x" * 10**6])
 def test_an_unknown_tag_is_refused_and_not_repeated_at_length(name):
     reason = refused(fields(name=name))
-    assert reason.startswith("there is no tag") and len(reason) < 120
+    assert reason.startswith("the tag ") and "is not known" in reason and len(reason) < 120
 
 
 NO_DTYPES = [-1, len(wire.DTYPES), 2**63, True, None, "0", 0.0, ()]
@@ -220,12 +221,12 @@ TOO_LARGE = [(2**36,), (2**18, 2**18), (2**63, 2**63), (0, 2**36), (0, 2**63), (
 
 @pytest.mark.parametrize("code", NO_DTYPES, ids=str)
 def test_a_dtype_that_does_not_exist_is_refused(code):
-    assert refused(fields(pieces=((code, (4,), "", 0, 0),))) == "there is no such dtype"
+    assert refused(fields(tensors=((code, (4,), "", 0, 0),))) == "the dtype of a tensor does not exist"
 
 
 @pytest.mark.parametrize("shape", [*NO_SHAPES, *TOO_LARGE], ids=lambda x: str(x)[:20])
 def test_a_shape_that_does_not_exist_is_refused(shape):
-    assert refused(fields(pieces=((F32, shape, "", 0, 0),))) == "there is no such shape"
+    assert refused(fields(tensors=((F32, shape, "", 0, 0),))) == "the shape of a tensor is not possible"
 
 
 @pytest.mark.parametrize(
@@ -248,29 +249,29 @@ def test_a_shape_that_does_not_exist_is_refused(shape):
     ],
 )
 def test_a_tensor_outside_its_memory_is_refused(region, size, offset):
-    assert refused(fields(pieces=((F32, (4,), region, size, offset),)), 0) == "a tensor lies outside its memory"
+    assert refused(fields(tensors=((F32, (4,), region, size, offset),)), 0) == "a tensor lies outside its memory"
 
 
 def test_a_tensor_that_no_view_could_reach_is_refused():
-    assert "across the grain" in refused(fields(pieces=((F32, (4,), "r", 64, 2),)), 0)
-    assert read(fields(pieces=((F32, (4,), "r", 64, 4),)), 0).pieces[0].offset == 4
+    assert "not a multiple of its item size" in refused(fields(tensors=((F32, (4,), "r", 64, 2),)), 0)
+    assert read(fields(tensors=((F32, (4,), "r", 64, 4),)), 0).tensors[0].offset == 4
 
 
-@pytest.mark.parametrize("pieces", [None, 3, {}, "x", [1], [[]], [[F32, [4], "", 0]], [[F32, [4], "", 0, 0, 0]]])
-def test_tensors_described_by_something_else_are_refused(pieces):
-    assert "tensor" in refused(fields(pieces=pieces))
+@pytest.mark.parametrize("tensors", [None, 3, {}, "x", [1], [[]], [[F32, [4], "", 0]], [[F32, [4], "", 0, 0, 0]]])
+def test_tensors_described_by_something_else_are_refused(tensors):
+    assert "tensor" in refused(fields(tensors=tensors))
 
 
 @pytest.mark.parametrize("body", [0, 15, 17, 32, 2**35])
 def test_a_body_that_does_not_fit_its_tensors_is_refused(body):
-    assert "not what its tensors need" in refused(fields(), body)
+    assert "not the size of its tensors" in refused(fields(), body)
 
 
 @pytest.mark.parametrize("body", [16, 48])
 def test_only_tensors_in_the_body_count(body):
-    pieces = ((F32, (5,), "", 0, 0), (F32, (4,), "r", 64, 0))
-    assert len(read(fields(pieces=pieces), 32).pieces) == 2
-    assert "not what its tensors need" in refused(fields(pieces=pieces), body)
+    tensors = ((F32, (5,), "", 0, 0), (F32, (4,), "r", 64, 0))
+    assert len(read(fields(tensors=tensors), 32).tensors) == 2
+    assert "not the size of its tensors" in refused(fields(tensors=tensors), body)
 
 
 CARRIED = {"floats": (torch.float64, (3,)), "whole numbers": (torch.int64, (3,)), "a matrix": (torch.float32, (1, 3))}
@@ -287,11 +288,11 @@ MAY = {
 @pytest.mark.parametrize("tag", MAY, ids=lambda tag: tag.carries)
 @pytest.mark.parametrize("region", ["", "r"], ids=["body", "shared"])
 def test_a_message_carries_what_its_tag_may_and_nothing_else(tag, what, region):
-    sent = head(Piece(*CARRIED[what], region, 64 if region else 0), tag=tag)
+    sent = head(TensorHeader(*CARRIED[what], region, 64 if region else 0), tag=tag)
     if what in MAY[tag]:
         assert unpack(wire.pack(sent)) == sent
     else:
-        with pytest.raises(Garbled, match=f"may carry {tag.carries}, but this one brings torch"):
+        with pytest.raises(Garbled, match=f"may carry {tag.carries}, but this one has torch"):
             unpack(wire.pack(sent))
 
 
@@ -301,7 +302,7 @@ def test_every_message_may_come_without_tensors(tag):
 
 
 def test_the_second_tensor_is_looked_at_too():
-    sent = head(Piece(torch.float32, (3,)), Piece(torch.int64, (3,)), tag=FLOATS)
+    sent = head(TensorHeader(torch.float32, (3,)), TensorHeader(torch.int64, (3,)), tag=FLOATS)
     with pytest.raises(Garbled, match="may carry floats"):
         unpack(wire.pack(sent))
 
@@ -363,10 +364,10 @@ def frames():
     """One of every kind."""
     return [
         wire.pack(head(meta=(1, 0.5, "text", None, (1, 2)), acks=(("tensors", 3),))),
-        wire.pack(head(Piece(torch.float32, (3, 4)), Piece(torch.bool, (7,)), key=3)),
-        wire.pack(head(Piece(torch.int64, (8,), "own/1/1", 4096, 64), tag=VECTORS)),
-        wire.pack(head(Piece(torch.bfloat16, (300,)), tag=FLOATS, serial=70_000)),
-        wire.pack_acks((("tensors", 1), ("vectors:x", 2**33))),
+        wire.pack(head(TensorHeader(torch.float32, (3, 4)), TensorHeader(torch.bool, (7,)), key=3)),
+        wire.pack(head(TensorHeader(torch.int64, (8,), "own/1/1", 4096, 64), tag=VECTORS)),
+        wire.pack(head(TensorHeader(torch.bfloat16, (300,)), tag=FLOATS, serial=70_000)),
+        wire.pack_acks((("tensors", 1), ("any-vectors:x", 2**33))),
         wire.pack_leave(),
     ]
 
@@ -381,7 +382,7 @@ def take(frame):
         elif kind == wire.MESSAGE:
             got = wire.unpack(text, body)
             assert body <= wire.LARGEST_BODY
-            assert sum(wire.padded(p.nbytes) for p in got.pieces if not p.region) == body
+            assert sum(wire.padded(p.nbytes) for p in got.tensors if not p.region) == body
         return True
     except Garbled:
         return False

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from manyhands.core.native import compiled
-from manyhands.core.protocols import Descends
-from manyhands.tasks import load, native
+from manyhands.core.kernels import compiled
+from manyhands.strategies.shared_memory.descent import Descends
+from manyhands.tasks import load, sparse_kernels
 from manyhands.tasks.sparse import AGREES, FEATURES, PRESENT, Logistic, samples
 
 KERNELS = ("manyhands_dots", "manyhands_scatter")
@@ -15,7 +15,7 @@ KERNELS = ("manyhands_dots", "manyhands_scatter")
 @pytest.fixture(params=["the kernels", "torch"])
 def with_or_without_kernels(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(native, "compiled", lambda *_: None)
+        monkeypatch.setattr(sparse_kernels, "compiled", lambda *_: None)
     elif any(compiled(name, None) is None for name in KERNELS):
         pytest.skip("the kernels are not compiled here")
 
@@ -74,15 +74,15 @@ def test_dots_are_sums_over_what_is_present(rows, columns):
     v, x, _ = mini_batch(rows, columns)
     w = torch.randn(12, generator=torch.Generator().manual_seed(0))
     expected = (w.double()[v] * x.double()).sum(1).float()
-    torch.testing.assert_close(native.dots(w, v, x), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sparse_kernels.dots(w, v, x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_scattered_has_the_same_bits_with_and_without_kernels(monkeypatch):
     (v, x, _), r = mini_batch(50), torch.linspace(-1, 1, 50)
     one, two = (torch.linspace(-3, 2, 12) for _ in range(2))
-    native.scatter(one, v, x, r, -0.3)
-    monkeypatch.setattr(native, "compiled", lambda *_: None)
-    native.scatter(two, v, x, r, -0.3)
+    sparse_kernels.scatter(one, v, x, r, -0.3)
+    monkeypatch.setattr(sparse_kernels, "compiled", lambda *_: None)
+    sparse_kernels.scatter(two, v, x, r, -0.3)
     assert torch.equal(one, two) and not torch.equal(one, torch.linspace(-3, 2, 12))
 
 
@@ -90,7 +90,7 @@ def test_what_is_scattered_has_the_same_bits_with_and_without_kernels(monkeypatc
 def test_scattering_by_hand():
     w = torch.tensor([1.0, 2.0, 3.0, 4.0])
     v, x = torch.tensor([[0, 2], [2, 2]]), torch.tensor([[1.0, 2.0], [4.0, 8.0]])
-    native.scatter(w, v, x, torch.tensor([1.0, 10.0]), 0.5)
+    sparse_kernels.scatter(w, v, x, torch.tensor([1.0, 10.0]), 0.5)
     assert w.tolist() == [1.5, 2.0, 3 + 1 + 20 + 40, 4.0]
 
 

@@ -1,4 +1,4 @@
-"""Cluster: units, refusals that name the value and the bound, who stands where, and TOML files."""
+"""Cluster: units, refusals that name the value and the bound, placement of ranks, and TOML files."""
 
 import math
 import re
@@ -6,9 +6,9 @@ import re
 import pytest
 
 from manyhands.core.errors import Refused
+from manyhands.core.units import bytes_per_second, seconds
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.faults import CutLink, Die, Slow, SlowLink, Stop
-from manyhands.virtual.units import bytes_per_second, seconds
 
 # -- units --------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ def test_a_cluster_from_a_file(tmp_path):
         kind = "cut"
         rank = 4
         at = "2min"
-        why = "somebody tripped over it"
+        why = "the cable was unplugged"
 
         [[faults]]
         kind = "slow-link"
@@ -231,7 +231,7 @@ def test_a_cluster_from_a_file(tmp_path):
         faults=[
             Die(0, at=1.5),
             Stop(1),
-            CutLink(4, at="2min", why="somebody tripped over it"),
+            CutLink(4, at="2min", why="the cable was unplugged"),
             SlowLink(3, factor=4),
             Slow([0]),
         ],

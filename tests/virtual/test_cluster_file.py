@@ -1,4 +1,4 @@
-"""Cluster files: what is wrong in one is refused with the file and the line, and the examples can be trained in."""
+"""Cluster files: an error in one is refused with the file and the line, and the examples can be trained in."""
 
 import re
 import tomllib
@@ -11,8 +11,7 @@ import manyhands as mh
 from manyhands.core.errors import Refused
 from manyhands.tasks import load
 from manyhands.virtual.cluster import Cluster
-from manyhands.virtual.cluster_file import FAULTS, OF_FAULTS, SETTINGS, TABLES
-from manyhands.virtual.toml_lines import TomlLines
+from manyhands.virtual.cluster_file import FAULTS, OF_FAULTS, SETTINGS, TABLES, line_of
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.toml"))
 
@@ -25,7 +24,7 @@ def refusal(folder, text):
     return str(caught.value).replace(f"{folder}/", "")
 
 
-def test_every_setting_of_a_cluster_and_of_a_fault_has_a_kind():
+def test_every_setting_of_a_cluster_and_of_a_fault_has_a_type():
     assert {*SETTINGS, *TABLES} == {field.name for field in fields(Cluster)}
     assert set(OF_FAULTS) == {field.name for fault in FAULTS.values() for field in fields(fault)}
 
@@ -140,10 +139,11 @@ ranks = [  # of
 a.b = 1 ; workers = 5
 '''.replace(" ; workers = 5", "")
     assert tomllib.loads(text)
-    lines = TomlLines(text)
-    assert [lines.of(key, "faults", 0) for key in ("", "why", "note", "ranks", "rank")] == [2, 3, 7, 9, 13]
-    assert [lines.of(key, "faults", 1) for key in ("", "a", "rank")] == [15, 16, 15]
-    assert lines.of("workers") == 1  # it is nowhere
+    assert [line_of(text, ("faults", 0, key)) for key in ("why", "note", "ranks", "rank")] == [3, 7, 9, 13]
+    assert [line_of(text, ("faults", number)) for number in (0, 1)] == [2, 15]
+    assert line_of(text, ("faults", 1, "a")) == 16
+    assert line_of(text, ("faults", 1, "rank")) == 15, "it is nowhere: the line of its table"
+    assert line_of(text, ("workers",)) == 1, "it is nowhere"
 
 
 # -- the examples -------------------------------------------------------------------------------------

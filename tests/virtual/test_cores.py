@@ -3,7 +3,7 @@
 import pytest
 
 from manyhands.core.errors import Refused
-from manyhands.core.protocols import Tag
+from manyhands.core.port import Tag
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.cores import Cores
 from manyhands.virtual.faults import Die, Slow
@@ -21,7 +21,7 @@ def finish_times(count, jobs, killed=()):
 
     def work(number, begin, seconds):
         kernel.sleep_until(begin)
-        cores.spend(seconds)
+        cores.charge(seconds)
         ends[number] = kernel.now
 
     activities = [
@@ -80,7 +80,7 @@ def test_work_takes_its_time_however_late_it_is():
         def program(t, late=late):
             t.recv(NEVER, timeout=late + 0.1)
             for number in range(50):
-                t.spend(1e-3 + number * 1e-5)
+                t.charge_compute(1e-3 + number * 1e-5)
             return t.now() - late - 0.1
 
         assert simulate(Cluster(workers=1), program).results == pytest.approx([0.06225], abs=late * 1e-13)
@@ -95,9 +95,9 @@ def test_many_small_pieces_keep_all_cores_busy_to_the_end():
 
 
 def compute(t):
-    t.spend(1.0)
+    t.charge_compute(1.0)
     first = t.now()
-    t.spend(2.0)
+    t.charge_compute(2.0)
     return first, t.now()
 
 
@@ -110,8 +110,8 @@ def test_workers_have_a_core_each_unless_the_host_has_fewer():
 
 def test_activities_of_one_rank_share_its_core():
     def program(t):
-        beside = t.spawn(lambda: t.spend(1.0))
-        t.spend(1.0)
+        beside = t.spawn(lambda: t.charge_compute(1.0))
+        t.charge_compute(1.0)
         beside.join()
         return t.now()
 
@@ -144,7 +144,7 @@ def jittered(seed, jitter=0.2, workers=3):
     def program(t):
         times = []
         for _ in range(20):
-            t.spend(1.0)
+            t.charge_compute(1.0)
             times.append(t.now())
         return times
 
@@ -168,7 +168,7 @@ def test_jitter_spreads_around_the_given_time():
 
 def test_a_dead_rank_frees_its_core_for_the_others_of_its_host():
     def program(t):
-        t.spend(4.0)
+        t.charge_compute(4.0)
         return t.now()
 
     cluster = Cluster(workers=2, hosts=1, cores=1, faults=[Die(1, at=2.0)])
@@ -177,9 +177,9 @@ def test_a_dead_rank_frees_its_core_for_the_others_of_its_host():
 
 def test_spending_nothing_takes_no_time_and_less_than_nothing_is_refused():
     def program(t):
-        t.spend(0.0)
-        with pytest.raises(Refused, match=r"^seconds to spend is -1.0, but must be >= 0$"):
-            t.spend(-1.0)
+        t.charge_compute(0.0)
+        with pytest.raises(Refused, match=r"^seconds to charge is -1.0, but must be >= 0$"):
+            t.charge_compute(-1.0)
         return t.now()
 
     assert simulate(Cluster(workers=1), program).results == [0.0]

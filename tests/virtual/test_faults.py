@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from manyhands.core.errors import PeerLost
-from manyhands.core.protocols import ANY, Tag, recv
+from manyhands.core.port import ANY, Tag, recv
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.faults import CutLink, Die, Slow, SlowLink, Stop
 from manyhands.virtual.world import simulate
@@ -18,7 +18,7 @@ def run(workers, program, *faults, **knobs):
 
 
 def losses(t, frm=ANY):
-    """When this rank hears of which loss, until it has been quiet for 10 seconds."""
+    """The times and ranks of the losses that this rank learns of, until there is none for 10 seconds."""
     heard = []
     while True:
         try:
@@ -52,14 +52,14 @@ def test_a_lost_rank_does_nothing_any_more():
     def program(t):
         def beside():
             try:
-                t.spend(9.0)
+                t.charge_compute(9.0)
                 log.append("never")
             finally:
                 log.append((t.rank, "beside", t.now()))
 
         t.spawn(beside)
         try:
-            t.spend(9.0)
+            t.charge_compute(9.0)
             log.append("never")
         finally:
             log.append((t.rank, "main", t.now()))
@@ -149,7 +149,7 @@ def test_who_has_left_cannot_be_lost():
     def program(t):
         if t.rank == 1:
             t.leave()
-            t.spend(5.0)
+            t.charge_compute(5.0)
             return "still here"
         heard = losses(t)
         with pytest.raises(PeerLost, match="rank 1 is lost: left"):
@@ -162,13 +162,13 @@ def test_who_has_left_cannot_be_lost():
 
 
 def test_a_death_after_the_end_does_not_happen():
-    result = run(2, lambda t: t.spend(1.0), Die(1, at=1.5))
+    result = run(2, lambda t: t.charge_compute(1.0), Die(1, at=1.5))
     assert (result.seconds, result.lost) == (1.0, [])
 
 
 def test_a_rank_may_be_dead_from_the_start():
     def program(t):
-        t.spend(1.0)
+        t.charge_compute(1.0)
         return losses(t)
 
     assert run(2, program, Die(1)).results == [[(1.0, 1, "it died")], None]
@@ -176,10 +176,10 @@ def test_a_rank_may_be_dead_from_the_start():
 
 def test_a_lock_is_freed_when_its_holder_dies_and_given_to_the_next():
     def program(t):
-        t.spend(0.1 * t.rank)
-        with t.lock("door"):
+        t.charge_compute(0.1 * t.rank)
+        with t.lock("lock"):
             entered = t.now()
-            t.spend(10.0)
+            t.charge_compute(10.0)
         return entered, t.now()
 
     result = run(4, program, Die(1, at=14.0), Die(2, at=5.0), hosts=1)
@@ -219,7 +219,7 @@ def test_everyone_dies():
 def test_a_death_in_an_all_reduce_is_told_to_all_who_wait_in_it():
     def program(t):
         if t.rank == 2:
-            t.spend(9.0)
+            t.charge_compute(9.0)
         with pytest.raises(PeerLost) as caught:
             t.collective(range(3)).all_reduce(torch.ones(2))
         return t.now(), caught.value.rank
@@ -252,7 +252,7 @@ def test_a_rank_becomes_slow_at_its_time():
     def program(t):
         times = []
         for _ in range(3):
-            t.spend(1.0)
+            t.charge_compute(1.0)
             times.append(t.now())
         return times
 

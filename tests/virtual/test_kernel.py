@@ -9,10 +9,9 @@ import torch
 from greenlet import greenlet
 
 from manyhands.core.errors import Deadlock, ManyhandsError, MayNotWait
-from manyhands.core.lending import inside_backward
-from manyhands.core.protocols import Tag, recv
+from manyhands.core.port import Tag, inside_backward, recv
 from manyhands.virtual.cluster import Cluster
-from manyhands.virtual.kernel import Activity, Kernel, leaking_mode
+from manyhands.virtual.kernel import Kernel, VirtualActivity, leaking_mode
 from manyhands.virtual.world import simulate
 
 A, B, NEVER = Tag("a"), Tag("b"), Tag("never")
@@ -105,7 +104,7 @@ def test_a_rank_that_is_late_for_its_turn_does_not_turn_the_clock_back():
         times = []
         for _ in range(2):
             t.recv(NEVER, frm=0, timeout=5.0)
-            t.spend(1.0)
+            t.charge_compute(1.0)
             times.append(t.now())
         return times
 
@@ -121,7 +120,7 @@ def conversation(t):
             message = recv(t, A)
             log.append((t.now(), message.frm, message.meta))
             message.release()
-        t.spend(1e-4 * (t.rank % 3))
+        t.charge_compute(1e-4 * (t.rank % 3))
     return log
 
 
@@ -134,10 +133,10 @@ def test_the_same_inputs_give_the_same_run():
 
 def test_only_waiting_for_others_counts_as_waited():
     def program(t):
-        t.spend(2.0)
+        t.charge_compute(2.0)
         if t.rank == 0:
             t.recv(NEVER, timeout=0.5)
-            t.spend(1.0)
+            t.charge_compute(1.0)
             t.send(1, A)
         else:
             recv(t, A)
@@ -158,13 +157,13 @@ def test_the_first_error_stops_the_run_keeps_its_type_and_says_where():
 
     def program(t):
         def pull():
-            t.spend(2.0)
+            t.charge_compute(2.0)
             raise Broken("no more")
 
         try:
             if t.rank == 1:
                 t.spawn(pull).join()
-            t.spend(5.0)
+            t.charge_compute(5.0)
             log.append("never reached")
         finally:
             log.append((t.rank, t.now()))
@@ -218,7 +217,7 @@ def test_a_deadlock_says_who_waits_for_what():
             for _ in range(3):
                 t.send(0, A.of(7), (), [torch.ones(1)])
         elif t.rank == 2:
-            with t.lock("door"):
+            with t.lock("lock"):
                 recv(t, B)
         else:
             t.collective([2, 3]).all_reduce(torch.ones(1))
@@ -226,7 +225,7 @@ def test_a_deadlock_says_who_waits_for_what():
     with pytest.raises(Deadlock) as caught:
         simulate(Cluster(workers=4, latency=0.25, bandwidth="inf"), program)
     assert str(caught.value) == (
-        "nobody can go on at virtual time 0.25 s:\n"
+        "no activity can continue at virtual time 0.25 s:\n"
         "  worker 0 waits for the end of worker 0 (serve)\n"
         "  worker 0 (serve) waits for a or b[3] from rank 1\n"
         "  worker 1 waits for credit to send a[7] to rank 0\n"
@@ -403,8 +402,8 @@ MODES = {
 }
 WAITS = {
     "recv": lambda t: t.recv(NEVER),
-    "spend": lambda t: t.spend(1.0),
-    "join": lambda t: t.spawn(lambda: t.spend(1.0)).join(),
+    "spend": lambda t: t.charge_compute(1.0),
+    "join": lambda t: t.spawn(lambda: t.charge_compute(1.0)).join(),
     "lock": lambda t: t.lock("taken").__enter__(),
     "all_reduce": lambda t: t.collective([0, 1]).all_reduce(torch.zeros(1)),
     "flush": lambda t: (t.send(1, A), t.flush()),
@@ -445,7 +444,7 @@ def test_an_all_reduce_that_was_refused_has_brought_nothing():
         if t.rank == 0:
             with torch.inference_mode(), pytest.raises(MayNotWait):
                 t.collective([0, 1]).all_reduce(torch.full((2,), 100.0))
-        t.spend(3.0 - t.rank)
+        t.charge_compute(3.0 - t.rank)
         t.collective([0, 1]).all_reduce(x)
         return x.tolist()
 
@@ -523,12 +522,12 @@ def finished(t):
 
 
 def deadlocked(t):
-    t.spend(0.1)
+    t.charge_compute(0.1)
     recv(t, NEVER)
 
 
 def failed(t):
-    t.spend(0.1 * t.rank)
+    t.charge_compute(0.1 * t.rank)
     if t.rank == 2:
         raise Broken
     recv(t, NEVER)
@@ -542,7 +541,7 @@ def refused(t):
 def counted():
     gc.collect()
     found = Counter(map(type, gc.get_objects()))
-    kinds = (greenlet, Kernel, Activity, torch.Tensor)
+    kinds = (greenlet, Kernel, VirtualActivity, torch.Tensor)
     return [sum(found[one] for one in found if issubclass(one, kind)) for kind in kinds]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from manyhands.core.protocols import Tag, recv
+from manyhands.core.port import Tag, recv
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.faults import SlowLink
 from manyhands.virtual.world import simulate
@@ -100,7 +100,7 @@ def test_a_message_has_at_most_sixteen_chunks_and_none_smaller_than_16_kib():
 
 
 def test_a_flow_that_begins_later_shares_from_then_on():
-    """Eight chunks alone, then in turn, the newcomer first."""
+    """Eight chunks alone, then in turn, the new flow first."""
     plan = [(0, 1, MB, 0.0), (0, 2, MB, 7.5 * CHUNK)]
     assert times(plan) == about([24 * CHUNK, 32 * CHUNK])
 
@@ -217,7 +217,7 @@ def test_what_a_hook_sends_is_paid_when_the_rank_computes_next():
         x.register_hook(lambda grad: t.send(1, TAG, (), [sized(MB)]))
         x.sum().backward()
         before = t.now()
-        t.spend(1.0)
+        t.charge_compute(1.0)
         return before, t.now()
 
     cluster = Cluster(workers=2, latency=0.0, bandwidth=RATE, cpu_per_byte=0.2 / MB)

@@ -1,16 +1,16 @@
-"""Mailbox: the first message that fits, of anybody or of one rank, however many others there are."""
+"""The virtual mailbox: the first message that matches, from any rank or from one, among however many others."""
 
-from manyhands.core.protocols import ANY, Tag
+from manyhands.core.port import ANY, Tag
 from manyhands.virtual.kernel import Kernel
-from manyhands.virtual.mailbox import Mailbox
-from manyhands.virtual.messages import Lane, VirtualMessage
+from manyhands.virtual.mailbox import VirtualMailbox
+from manyhands.virtual.messages import VirtualChannel, VirtualMessage
 
 A, B = Tag("test-a"), Tag("test-b")
 
 
 def filled(*letters):
-    box = Mailbox()
-    messages = [VirtualMessage(Kernel(), Lane(), frm, tag, (), (), 1) for frm, tag in letters]
+    box = VirtualMailbox()
+    messages = [VirtualMessage(Kernel(), VirtualChannel(), frm, tag, (), (), 1) for frm, tag in letters]
     for message in messages:
         box.add(message)
     return box, messages

@@ -1,6 +1,6 @@
-"""The names of the literature, each a recipe of a few lines. A family's `__all__` says which it has.
+"""The methods by their names in the literature, each a recipe of a few lines. A family's `__all__` lists its methods.
 
-What a recipe makes remembers its name and the knobs that were given, so that records and tables can say them.
+The strategy that a recipe makes carries the recipe's name and the given knobs, for records and tables.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def _signed(recipe: Callable[..., Any]) -> Callable[..., Any]:
-    """A recipe whose strategies say where they come from."""
+    """The recipe, setting `recipe` on every strategy it makes."""
 
     @wraps(recipe)
     def make(*given: Any, **named: Any) -> Any:

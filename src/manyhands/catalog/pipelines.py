@@ -1,8 +1,8 @@
-"""Pipelines: every worker has some layers, and mini-batches stream through them."""
+"""Pipelines: every worker holds some layers, and mini-batches stream through them."""
 
 from __future__ import annotations
 
-from manyhands.core.protocols import Rule
+from manyhands.core.rule import Rule
 from manyhands.rules import Sgd
 from manyhands.splits import schedules
 from manyhands.splits.versions import Latest, Stash
@@ -12,7 +12,7 @@ __all__ = ["gpipe", "pipedream"]
 
 
 def gpipe(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
-    """GPipe: a mini-batch is cut into micro-batches that follow each other through the stages, then one update.
+    """GPipe: a mini-batch is split into micro-batches that pass through the stages one after another, then one update.
 
     split: layers. when: a flush after every mini-batch. who: the neighbouring stages. what: activations and
     errors. how: any rule, on the stage's own weights.
@@ -24,11 +24,10 @@ def gpipe(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> 
 
     Reference: Y. Huang et al., GPipe: efficient training of giant neural networks using pipeline parallelism, 2019,
         arXiv:1811.06965
-    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act;
-        splits/schedules/gpipe.py gpipe
+    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline._act; splits/schedules/gpipe.py gpipe
 
     Args:
-        micro_batches: M, into how many parts a mini-batch is cut; it must divide the batch size.
+        micro_batches: M, into how many parts a mini-batch is split; it must divide the batch size.
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
     """
@@ -36,7 +35,7 @@ def gpipe(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> 
 
 
 def pipedream(lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
-    """PipeDream: one forward, one backward in turn, an update after each, and no flush.
+    """PipeDream: forward and backward passes alternate on every stage, with an update after each and no flush.
 
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
     rule, on the stage's own newest weights.
@@ -47,7 +46,7 @@ def pipedream(lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
     All stages are busy once the pipeline is full. A lost worker ends the run.
 
     Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
-    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline.act;
+    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline._act;
         splits/schedules/one_f_one_b.py one_f_one_b; splits/versions/stash.py Stash
 
     Args:

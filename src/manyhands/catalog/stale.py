@@ -1,4 +1,4 @@
-"""In between: workers may run ahead of each other, but not too far."""
+"""Bounded staleness: a worker may be ahead of the slowest one, but not too far."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Literal
 
 from manyhands.codecs import Raw
 from manyhands.consistency import Stale
-from manyhands.core.protocols import Codec, Rule
+from manyhands.core.codec import Codec
+from manyhands.core.rule import Rule
 from manyhands.rules import Sgd
 from manyhands.strategies.cached import Cached
 from manyhands.strategies.server import Server
@@ -32,25 +33,25 @@ def ssp(
         shard:             w <- w - eta g, every worker's update in full (a sum, not a mean)
 
     A worker sees every update up to clock c - s - 1, all of its own, and perhaps newer ones. With s = 0 it is bsp with
-    eta P; with s unbounded it is total asynchrony. With a cache a worker reads only when what it has read is more than
-    s clocks old, and meanwhile adds its own updates to that. A lost worker no longer holds anyone up, if the shards are
-    not its own: on one host, or with servers. Otherwise a shard dies with it, and the run ends. A lost server ends the
-    run, unless replicas is 2.
+    eta P; with s unbounded it is fully asynchronous. With a cache a worker reads only when its last read is more than s
+    clocks old, and until then adds its own updates to the cached weights. The run continues without a lost worker, if
+    no shard is lost with it: on one host, or with servers. Otherwise the run ends. A lost server ends the run, unless
+    replicas is 2. Workers do not wait for a lost one.
 
     Reference: Q. Ho et al., More effective distributed ML via a stale synchronous parallel parameter server, 2013
-    Loops: strategies/server.py Server.step; topology/servers/messages.py Keeper.serve;
-        topology/servers/shard.py Shard.push; topology/servers/shard.py Shard.pull;
-        consistency/stale.py Stale; strategies/cached.py Cached.pull
+    Loops: strategies/server.py Server.step; servers/shard_server.py ShardServer.serve; servers/shard.py Shard.push;
+        servers/shard.py Shard.pull; consistency/stale.py Stale; strategies/cached.py Cached._pull
 
     Args:
         staleness: s, how many clocks a worker may be ahead of the slowest one.
         lr: eta, the learning rate of every single update: the more workers, the smaller it should be.
-        cache: keep what was read for as long as it may be used.
+        cache: keep what was read for as long as the staleness bound allows.
         rule: how a gradient is applied, instead of SGD with lr.
-        codec: what a push looks like on the wire, such as half() or feedback(topk(0.01)); raw if not given.
-        shard: whether servers keep equal stretches of weights (size) or whole layers (layer, or in turn: round-robin).
-        groups: how many groups of workers come to the shards as one each, as in hierarchical-server; 0: none.
-        replicas: how many servers keep each shard; with 2 a lost server is not missed.
+        codec: how a push is encoded, such as half() or feedback(topk(0.01)); raw if not given.
+        shard: how weights are divided among servers: into spans of equal size (size), or by whole layers, balanced
+            (layer) or in turn (round-robin).
+        groups: number of groups of workers, each with an aggregator as in hierarchical-server; 0: none.
+        replicas: servers per shard; with 2 the run continues without a lost server.
     """
     kind = Cached if cache else Server
     return kind(Stale(staleness), rule or Sgd(lr), codec or Raw(), shard, groups=groups, copies=replicas)

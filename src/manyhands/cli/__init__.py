@@ -1,4 +1,4 @@
-"""The command line: one file per verb. Answers that need no training need no torch either."""
+"""The command line: one file per verb. Torch is imported only by verbs that need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from manyhands import __version__
 from manyhands.cli.usage import HelpShown
 from manyhands.core.errors import ManyhandsError, unknown
-from manyhands.runtime.failures import exit_code
+from manyhands.runtime.membership.error_codec import exit_code
 
 VERBS = {
     "train": ("train", "train a task with one method"),
@@ -19,11 +19,11 @@ VERBS = {
     "run": ("run", "start a script of your own once for each rank"),
     "report": ("report", "make one page of the records of runs"),
     "list": ("listing", "all methods, their families and papers"),
-    "explain": ("explain", "one method's card: what it does, its knobs, paper and loops"),
+    "explain": ("explain", "one method's card: what it does, its traits, knobs, paper and loops"),
     "bench": ("bench", "measure this installation against its goals"),
     "env": ("env", "versions and machine: what to paste into a bug report"),
 }
-"""Each verb's file and what it does."""
+"""The file and the description of each verb."""
 
 HELP = """usage: manyhands VERB [OPTIONS]
 
@@ -50,7 +50,7 @@ exit codes: 0 done, 1 error, 2 bad usage or refused, 3 a peer was lost, 4 traini
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the exit code says how it went."""
+    """Run one verb and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         ours = words[:1] if "run" in words[:1] else words[:2] if "run" in words[1:2] else words
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _answer([word for word in ours if word != "--debug"] + words[len(ours) :], debug)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever reads us has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -93,7 +93,7 @@ def _run(words: list[str]) -> int:
 
 
 def _words(error: Exception) -> str:
-    """The error in one line; an error nobody foresaw says its kind."""
+    """The error in one line; an error of another package with its class."""
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     if isinstance(error, ManyhandsError):
         return f"{error}{notes}"

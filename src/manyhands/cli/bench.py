@@ -1,8 +1,8 @@
-"""`manyhands bench NAME`: runs one benchmark and holds its numbers against their goals.
+"""`manyhands bench NAME`: runs one benchmark and compares its numbers with their goals.
 
 A benchmark is a module in `benchmarks/` with `run(progress) -> [{"name": ..., "value": ..., "goal": ">= 100000"}]`;
-what it measures is the first line of its docstring. Modules there whose names begin with an underscore are no
-benchmarks but what several of them share.
+the first line of its docstring says what it measures. Modules whose names begin with an underscore are shared by
+several benchmarks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOUNDS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.
 
 
 @dataclass
-class Options:
+class BenchOptions:
     """What `bench` takes.
 
     Args:
@@ -49,8 +49,8 @@ class Options:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run it, or say which there are."""
-    options = parse(Options, argv, "bench", ABOUT)
+    """Run one benchmark, or list them all."""
+    options = parse(BenchOptions, argv, "bench", ABOUT)
     known = benchmarks()
     if options.name is None:
         about = [{"name": name, "about": _about(path)} for name, path in known.items()]
@@ -76,13 +76,13 @@ def benchmarks(package: Path = PACKAGE) -> dict[str, Path]:
 
 
 def measure(path: Path, progress: Progress) -> list[dict[str, Any]]:
-    """Run one benchmark; each result learns whether its goal was met."""
+    """Run one benchmark; `met` is added to each result."""
     name = f"manyhands_benchmark_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ManyhandsError(f"cannot load the benchmark {path}")
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # for what benchmarks share; last, so that it hides nothing
+        sys.path.append(str(path.parent))  # for modules that benchmarks share; last, so that they hide nothing
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     before = signal.signal(signal.SIGTERM, _leave)
@@ -94,7 +94,7 @@ def measure(path: Path, progress: Progress) -> list[dict[str, Any]]:
 
 
 def _leave(*_: Any) -> None:
-    """Stop as after Ctrl-C: what a benchmark has made, such as network namespaces, it takes away."""
+    """Exit as after Ctrl-C, so that a benchmark removes what it has made, such as network namespaces."""
     sys.exit(128 + signal.SIGTERM)
 
 

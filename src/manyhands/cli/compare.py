@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from manyhands.cli.options import Common, fill, option, read_method
+from manyhands.cli.options import CommonOptions, fill, option, read_method
 from manyhands.cli.output import print_json, print_table
-from manyhands.cli.train import build, check, folder, heard, machines
+from manyhands.cli.train import build, check, engine, folder, printed_warnings
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.report.look import bytes_text, count_text, number_text, seconds_text, share_text
+from manyhands.report.theme import bytes_text, count_text, number_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from manyhands.cli.index import Method
-    from manyhands.comparison import Comparison
-    from manyhands.core.protocols import Strategy
+    from manyhands.core.strategy import Strategy
+    from manyhands.engines.local import Local
     from manyhands.report.measures import Target
+    from manyhands.run.compare import Comparison
+    from manyhands.virtual.cluster import Cluster
 
 ABOUT = """Run methods side by side on one task, and rank them by how soon they reach a target.
 
@@ -37,8 +39,8 @@ examples:
 
 
 @dataclass(kw_only=True)
-class Options(Common):
-    """What `compare` takes."""
+class CompareOptions(CommonOptions):
+    """The options of `compare`."""
 
     methods: Annotated[tuple[str, ...], tyro.conf.Positional, option("methods, each with its knobs", "", "METHOD")]
     target: Annotated[str | None, option("what is to be reached: accuracy=0.95 or loss=0.1", "none", "WHAT=VALUE")] = (
@@ -46,17 +48,17 @@ class Options(Common):
     )
     seeds: Annotated[int, option("repetitions, with seeds 0, 1, ...: shows medians and spread")] = 1
     tune: FlagCreatePairsOff[
-        Annotated[bool, option("let every method choose its learning rate first, with the same budget", "no")]
+        Annotated[bool, option("choose the learning rate of every method first, with the same budget", "no")]
     ] = False
-    evaluations: Annotated[int, option("looks at the test data on the way")] = 20
+    evaluations: Annotated[int, option("how often each run is evaluated on the test data")] = 20
     out: Annotated[Path | None, option("where records and report go", "runs/compare-TASK-TIME", "DIR")] = None
     force: FlagCreatePairsOff[Annotated[bool, option("write into a folder that is not empty", "no")]] = False
-    png: FlagCreatePairsOff[Annotated[bool, option("also write the main figures as pictures", "no")]] = False
+    png: FlagCreatePairsOff[Annotated[bool, option("also write the main figures as PNG files", "no")]] = False
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read, check, run all, report."""
-    options = parse(Options, argv, "compare", ABOUT)
+    """Run all methods, print the ranking, and return the exit code."""
+    options = parse(CompareOptions, argv, "compare", ABOUT)
     check(options)
     if not options.methods:
         raise Refused("name the methods first: manyhands compare METHOD...; manyhands list shows all methods")
@@ -64,29 +66,29 @@ def run(argv: Sequence[str]) -> int:
         refuse_unless(getattr(options, name) >= 1, name, getattr(options, name), ">= 1")
     chosen = {text: knobs_of(text) for text in options.methods}
     if len(chosen) < len(options.methods):
-        raise Refused("a method is named twice, but must be named once, or with other knobs each time")
-    where = machines(options)
-    from manyhands.core.recipe import spelled  # only now: building needs torch
+        raise Refused("a method is named twice, but must be named once, or with different knobs")
+    on = engine(options)
+    from manyhands.core.recipe import spelled  # imports torch
 
     strategies = [spelled(build(method, knobs), text) for text, (method, knobs) in chosen.items()]
-    with heard(once=True):
-        found = compared(strategies, options, where)
+    with printed_warnings(once=True):
+        found = compared(strategies, options, on)
     print_json(facts(found)) if options.json else show(found)
     return 0 if any(row["failed"] < row["seeds"] for row in found.rows) else 1
 
 
 def knobs_of(text: str) -> tuple[Method, dict[str, Any]]:
-    """A method and its knobs, as they are written in a list of methods."""
+    """The method and the knobs that a text such as `ssp:staleness=3` names."""
     method, settings = read_method(text)
     return method, fill(method, settings)[0]
 
 
-def compared(strategies: Sequence[Strategy], options: Options, where: dict[str, Any]) -> Comparison:
-    """Run them all, and write the report."""
+def compared(strategies: Sequence[Strategy], options: CompareOptions, on: Local | Cluster) -> Comparison:
+    """Run all strategies, and write the report."""
     from manyhands.cli.live import choose
-    from manyhands.comparison import compare
     from manyhands.report.measures import parse_target
     from manyhands.report.record import claim
+    from manyhands.run.compare import compare
 
     names = ("data", "steps", "epochs", "batch_size", "seeds", "tune", "evaluations", "png")
     chosen = {name: getattr(options, name) for name in names}
@@ -97,11 +99,11 @@ def compared(strategies: Sequence[Strategy], options: Options, where: dict[str, 
         folder(options.out, f"compare-{options.task}") as out,
         choose([str(name) for name in options.methods], options.seeds, target) as watch,
     ):
-        return compare(options.task, strategies, target=target, out=out, force=True, watch=watch, **where, **chosen)
+        return compare(options.task, strategies, target=target, out=out, force=True, watch=watch, on=on, **chosen)
 
 
 def facts(found: Comparison) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     target = None if found.target is None else {"what": found.target.what, "value": found.target.value}
     return {
         "task": found.task,
@@ -114,7 +116,7 @@ def facts(found: Comparison) -> dict[str, Any]:
 
 
 def show(found: Comparison) -> None:
-    """The ranking for people."""
+    """Print the ranking as a table."""
     first = ("time", "samples/s") if found.target is None else ("samples to target", "samples/s", "time to target")
     columns = ("", "method", *first, "accuracy", "loss", "bytes", "lag", "waiting", "memory")
     print_table(columns, [cells(row, found.target) for row in found.rows])
@@ -128,7 +130,7 @@ def show(found: Comparison) -> None:
 
 
 def cells(row: dict[str, Any], target: Target | None) -> list[str]:
-    """One row of the ranking."""
+    """The columns of one method in the ranking."""
     if target is None:
         first = [seconds_text(row["seconds"]), count_text(row["samples_per_second"])]
     else:
@@ -141,14 +143,14 @@ def cells(row: dict[str, Any], target: Target | None) -> list[str]:
 
 
 def lag_text(row: dict[str, Any]) -> str:
-    """The mean, and the most if there is any."""
+    """The mean lag, and the largest one if there was any."""
     return count_text(row["mean_lag"]) + (f" (≤ {row['max_lag']:.0f})" if row["max_lag"] else "")
 
 
 def time_to_target(row: dict[str, Any]) -> str:
-    """The median, and how far the seeds lie apart; how many reached it, if not all did."""
+    """The median over the seeds, their spread, and how many reached the target if not all did."""
     if not row["reached"]:
         return "not reached"
-    few = f", {row['reached']} of {row['seeds']}" if row["reached"] < row["seeds"] else ""
+    count = f", {row['reached']} of {row['seeds']}" if row["reached"] < row["seeds"] else ""
     spread = "" if row["spread"] is None else f" ({' to '.join(map(seconds_text, row['spread']))})"
-    return seconds_text(row["seconds_to_target"]) + spread + few
+    return seconds_text(row["seconds_to_target"]) + spread + count

@@ -11,7 +11,7 @@ from typing import Any
 from manyhands.cli.output import print_json, print_table
 from manyhands.cli.usage import parse
 from manyhands.report.machine import hardware, versions
-from manyhands.runtime.memfd import free_bytes
+from manyhands.runtime.membership.memfd import free_bytes
 
 ABOUT = """Versions and machine: what to paste into a bug report.
 
@@ -21,7 +21,7 @@ examples:
 
 
 @dataclass
-class Options:
+class EnvOptions:
     """What `env` takes.
 
     Args:
@@ -32,8 +32,8 @@ class Options:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print it."""
-    options = parse(Options, argv, "env", ABOUT)
+    """Print versions and machine."""
+    options = parse(EnvOptions, argv, "env", ABOUT)
     facts = machine()
     if options.json:
         print_json(facts)
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Everything about this installation and machine that changes results or speed."""
+    """Everything about this installation and machine that affects results or speed."""
     return {
         **versions(),
         **hardware(),
@@ -59,7 +59,7 @@ def machine() -> dict[str, Any]:
 
 
 def _free_memory() -> int | None:
-    """What workers may share: of the machine and, in a container, of its limit."""
+    """Free memory of the machine or, in a container, of its limit."""
     try:
         return free_bytes()
     except (OSError, KeyError, ValueError):
@@ -67,7 +67,7 @@ def _free_memory() -> int | None:
 
 
 def _shared_memory() -> str:
-    """Whether --link shm works; the size of /dev/shm does not matter to it."""
+    """Whether --link shm works; it does not depend on the size of /dev/shm."""
     try:
         file = os.memfd_create("manyhands-env", os.MFD_CLOEXEC)
     except (AttributeError, OSError) as error:
@@ -91,7 +91,7 @@ def _loopback() -> str:
 
 
 def _backends() -> str | None:
-    """What `collective=native` can hand its work to."""
+    """The backends that `collective=native` can use."""
     from torch import distributed
 
     if not distributed.is_available():
@@ -100,9 +100,9 @@ def _backends() -> str | None:
 
 
 def _kernels() -> str:
-    from manyhands.codecs import native
+    from manyhands.codecs import vector_kernels
 
-    return "compiled" if native.loaded() else "fallback"
+    return "compiled" if vector_kernels.loaded() else "fallback"
 
 
 def _words(name: str, value: object) -> str:

@@ -1,12 +1,12 @@
-"""`manyhands explain METHOD`: the method's card and the source of its loops."""
+"""`manyhands explain METHOD`: the method's card, its traits and the source of its loops."""
 
 from __future__ import annotations
 
 import ast
 import os
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from manyhands.cli.output import console, print_json, print_table
 from manyhands.cli.usage import parse
 from manyhands.core.errors import unknown
 
-ABOUT = """One method's card: what it does, its knobs, its paper, and the source of its loops.
+ABOUT = """One method's card: what it does, its traits, its knobs, its paper, and the source of its loops.
 
 examples:
   manyhands explain ssp
@@ -25,7 +25,7 @@ examples:
 
 
 @dataclass
-class Options:
+class ExplainOptions:
     """What `explain` takes.
 
     Args:
@@ -37,8 +37,23 @@ class Options:
     json: bool = False
 
 
-class Found(NamedTuple):
-    """A loop's place and text."""
+LABELS = {
+    "lockstep": "in lock step",
+    "on_worker_loss": "when a worker is lost",
+    "one_host": "on one host only",
+    "servers": "may have server ranks",
+    "joiners": "workers may join a running job",
+    "resumable": "has checkpoints",
+    "bounded": "fast workers wait for slow ones",
+    "draws_from_all": "every worker draws from all samples",
+    "peekable": "can be evaluated without quiescing",
+    "streams": "mini-batches of several steps are in flight",
+}
+"""What the traits of a strategy are called here."""
+
+
+class LoopSource(NamedTuple):
+    """Where the source of a loop is, and its text."""
 
     path: Path
     line: int
@@ -46,18 +61,32 @@ class Found(NamedTuple):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the card."""
-    options = parse(Options, argv, "explain", ABOUT)
+    """Print the card of one method."""
+    options = parse(ExplainOptions, argv, "explain", ABOUT)
     known = methods()
     if options.method not in known:
         raise unknown("method", options.method, known)
     method = known[options.method]
-    print_json(facts(method)) if options.json else show(method)
+    traits = traits_of(method)
+    print_json({**facts(method), "traits": traits}) if options.json else show(method, traits)
     return 0
 
 
-def find(package: Path, loop: Loop) -> Found | None:
-    """Where a dotted name stands in a file of the package."""
+def traits_of(method: Method) -> dict[str, Any]:
+    """The traits of the method's strategy, with the default knobs."""
+    from manyhands import catalog  # here, because it imports torch
+
+    return asdict(getattr(catalog, method.function)().traits)
+
+
+def trait_lines(traits: Mapping[str, Any]) -> list[str]:
+    """The traits in words."""
+    words = {True: "yes", False: "no", "ends": "the run ends", "continues": "the run continues"}
+    return [f"{LABELS[name]}: {words[value]}" for name, value in traits.items()]
+
+
+def find(package: Path, loop: Loop) -> LoopSource | None:
+    """The source of a dotted name in a file of the package; None if it is not there."""
     path = package / loop.path
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     inside: list[ast.stmt] = ast.parse(text).body
@@ -68,7 +97,7 @@ def find(package: Path, loop: Loop) -> Found | None:
     if node is None:
         return None
     source = textwrap.dedent("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
-    return Found(path, node.lineno, source)
+    return LoopSource(path, node.lineno, source)
 
 
 def facts(method: Method) -> dict[str, Any]:
@@ -85,11 +114,12 @@ def facts(method: Method) -> dict[str, Any]:
     return {**method.facts(), "text": method.card.text, "knobs": knobs, "loops": loops}
 
 
-def show(method: Method) -> None:
-    """The card for people."""
+def show(method: Method, traits: Mapping[str, Any]) -> None:
+    """Print the card as text."""
     out = console()
     out.print(f"[bold]{method.name}[/bold] ({method.family})", method.card.summary, sep="\n")
     out.print(f"\n{method.card.text}\n", markup=False, soft_wrap=True)
+    out.print("[bold]Traits[/bold] (with the default knobs)", *trait_lines(traits), "", sep="\n")
     knobs = [(k.flag, k.annotation, "required" if k.required else k.default, k.help) for k in method.knobs]
     print_table(("knob", "type", "default", "meaning"), knobs)
     out.print(f"[bold]Reference[/bold]\n{method.card.paper}\n", soft_wrap=True)
@@ -104,7 +134,7 @@ def show(method: Method) -> None:
 
 
 def nearby(path: Path) -> str:
-    """The path from here if it is below, so that it can be opened as printed."""
+    """The path relative to the working directory if it is inside, so that it can be opened as printed."""
     here = os.path.relpath(path)
     return str(path) if here.startswith("..") else here
 

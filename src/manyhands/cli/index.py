@@ -1,10 +1,10 @@
-"""The index of methods: what the catalog's source says about each recipe, read without running it.
+"""The index of methods, read from the source of the catalog without running it.
 
     catalog/stale.py      ->  the family "stale"
     def ssp(staleness=3)  ->  the method "ssp" with the knob "staleness"
     its docstring         ->  the card: a sentence, text, `Reference:`, `Loops:`, `Args:`
 
-Nothing is imported, so a list or a help text need not wait for torch.
+Nothing is imported, so that lists and help texts do not wait for torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent.parent
 PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
-"""Annotations that mean themselves on the command line; all others are parts, given as text."""
+"""Types that the command line parses itself; all others are parts, given as text."""
 
 
 class Loop(NamedTuple):
-    """Where one loop of a method stands: a file of the package and a dotted name in it."""
+    """One loop of a method: a file of the package and a dotted name in it."""
 
     path: str
     name: str
@@ -34,23 +34,23 @@ class Knob:
     name: str
     annotation: str
     type: Any
-    """What the command line parses it as; `str` for a part."""
+    """The type that the command line parses; `str` for a part."""
     part: str | None = None
-    """The kind of part it takes, such as "Codec"."""
+    """The kind of part, such as "Codec"."""
     default: Any = None
-    """A part's default is its source text."""
+    """The default value; of a part its source text."""
     required: bool = False
     help: str = ""
 
     @property
     def flag(self) -> str:
-        """How it is spelled on the command line."""
+        """Its name on the command line."""
         return f"--{self.name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a recipe's docstring says."""
+    """The docstring of a recipe, taken apart."""
 
     summary: str
     text: str
@@ -77,13 +77,13 @@ class Method:
         return self.name.replace("-", "_")
 
     def where(self, path: Path) -> str:
-        """How readers of the repository call a file of the package."""
+        """The path of a file of the package, from the root of the repository."""
         inside = path.relative_to(self.package)
         base = Path("src", self.package.name) if self.package.parent.name == "src" else Path(self.package.name)
         return str(base / inside)
 
     def facts(self) -> dict[str, Any]:
-        """What `manyhands list --json` says about it."""
+        """The entry of `manyhands list --json`."""
         first = self.package / self.card.loops[0].path if self.card.loops else self.recipe
         return {
             "name": self.name,
@@ -146,7 +146,7 @@ def _kind(node: ast.expr, constants: Mapping[str, ast.expr]) -> tuple[Any, str |
 
 
 def _value(node: ast.expr, constants: Mapping[str, ast.expr]) -> Any:
-    """The default itself if it is a number, a text or nothing, else its source: a part."""
+    """The default itself if it is a literal, else its source: a part."""
     if isinstance(node, ast.Name) and node.id in constants:
         return _value(constants[node.id], constants)
     try:

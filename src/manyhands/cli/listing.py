@@ -17,7 +17,7 @@ examples:
 
 
 @dataclass
-class Options:
+class ListOptions:
     """What `list` takes.
 
     Args:
@@ -28,8 +28,8 @@ class Options:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the list."""
-    options = parse(Options, argv, "list", ABOUT)
+    """Print the list of methods."""
+    options = parse(ListOptions, argv, "list", ABOUT)
     found = methods().values()
     if options.json:
         print_json([method.facts() for method in found])

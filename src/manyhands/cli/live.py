@@ -1,4 +1,4 @@
-"""A comparison while it runs, on stderr: a table on a terminal, a line for each run when piped.
+"""The progress of a comparison, on stderr: a table on a terminal, a line for each run when piped.
 
 method    run            loss     accuracy   samples/s    bytes     lag    waiting   time to target
 bsp       3 of 3 done    0.0211   0.9722     32.1 k       18.1 MB   0      12%       0.61 s
@@ -14,24 +14,24 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from manyhands.report.look import bytes_text, count_text, number_text, seconds_text, share_text
 from manyhands.report.measures import Target, totals
 from manyhands.report.progress import Progress
-from manyhands.report.reading import Run
+from manyhands.report.reading import RecordedRun
+from manyhands.report.theme import bytes_text, count_text, number_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table as Drawing
 
 REDRAW = 0.2
-"""Seconds between two pictures."""
+"""Seconds between two drawings of the table."""
 COLUMNS = ("method", "run", "loss", "accuracy", "samples/s", "bytes", "lag", "waiting", "time to target")
 
 
 class Row:
-    """What is known of one method: the run under way, step by step, and those that are done."""
+    """One method: the current run, step by step, and the completed ones."""
 
-    def __init__(self, name: str, seeds: int, target: Target | None, table: Table | None) -> None:
+    def __init__(self, name: str, seeds: int, target: Target | None, table: LiveTable | None) -> None:
         self.name, self.seeds = name, seeds
         self.done: list[dict[str, Any]] = []
         self._target, self._table = target, table
@@ -46,20 +46,20 @@ class Row:
         self.bytes: dict[int, int] = {}
 
     def begin(self, words: str) -> Row:
-        """A run of this method begins."""
+        """Prepare for the next run of this method."""
         self._words = words
         return self
 
     def start(self, total_samples: int, title: str) -> None:
-        """It will consume so many samples."""
+        """The run begins, with a budget of so many samples."""
         self._clear()
         self._total, self.running = total_samples, True
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """One more line of its record."""
-        if "accuracy" in line:
-            self._look(line)
-        if "loss" not in line:
+        """Take the next line of the run's record."""
+        if line["kind"] == "evaluation":
+            self._evaluated(line)
+        if line["kind"] != "step":
             return
         self.samples += line["samples"]
         self.time = max(self.time, line["time"])
@@ -73,18 +73,18 @@ class Row:
         if self._table is not None:
             self._table.draw()
 
-    def _look(self, line: Mapping[str, Any]) -> None:
+    def _evaluated(self, line: Mapping[str, Any]) -> None:
         self.accuracy, target = line["accuracy"], self._target
         found = self.reached is None and target is not None and target.what == "accuracy"
         if found and target is not None and self.accuracy is not None and self.accuracy >= target.value:
             self.reached = line["time"]
 
     def stop(self) -> None:
-        """It is over."""
+        """The run has ended."""
         self.running = False
 
     def state(self) -> str:
-        """Which run, and how far."""
+        """The number of the run, and its progress."""
         if not self.running:
             many = len(self.done)
             return f"{many} of {self.seeds} done" if many else "waits"
@@ -92,7 +92,7 @@ class Row:
         return f"{self._words}, {share}" if self._words else f"{len(self.done) + 1} of {self.seeds}, {share}"
 
     def cells(self) -> list[str]:
-        """What the table shows."""
+        """The cells of the row."""
         if not self.running and self.done:
             return [self.name, self.state(), *ended(self.done[-1])]
         if not self.steps:
@@ -104,7 +104,7 @@ class Row:
 
 
 def ended(row: Mapping[str, Any]) -> list[str]:
-    """A run that is over."""
+    """The last cells of a completed run, from its totals."""
     if row["failure"] is not None:
         return [f"failed: {row['failure']}", *[""] * (len(COLUMNS) - 3)]
     rate, sent = count_text(row["samples_per_second"]), bytes_text(row["bytes"])
@@ -112,35 +112,35 @@ def ended(row: Mapping[str, Any]) -> list[str]:
     return [number_text(row["loss"]), number_text(row["accuracy"]), rate, sent, *last]
 
 
-class Board:
-    """All rows; told by a comparison what it does."""
+class LiveBoard:
+    """The rows of all methods; a comparison calls `run` and `done`."""
 
     def __init__(self, names: Sequence[str], seeds: int, target: Target | None) -> None:
-        table = self if isinstance(self, Table) else None
+        table = self if isinstance(self, LiveTable) else None
         self.target = target
         self.rows = {name: Row(name, seeds, target, table) for name in names}
 
     def run(self, method: str, seed: int, words: str) -> Progress:
-        """A run begins; `words` say what for, if it is no ordinary one."""
+        """A run begins; `words` name its purpose, such as a trial of `--tune`."""
         self._trial = bool(words)
         return self.rows[method].begin(words)
 
-    def done(self, run: Run) -> None:
-        """It is over."""
+    def done(self, run: RecordedRun) -> None:
+        """The run has ended."""
         if not self._trial:
             self.rows[run.method].done.append(totals(run, self.target))
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> LiveBoard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
 
-class Table(Board):
-    """A table for a terminal. It draws when told of a step and never by itself, so no thread stands beside a run."""
+class LiveTable(LiveBoard):
+    """A table for a terminal. It is drawn only from `Row.step`, so that no thread runs beside the job."""
 
-    def __enter__(self) -> Table:
+    def __enter__(self) -> LiveTable:
         from rich.console import Console
         from rich.live import Live
 
@@ -150,12 +150,12 @@ class Table(Board):
         return self
 
     def draw(self, *, now: bool = False) -> None:
-        """A fresh picture, if the last one is old enough."""
+        """Draw the table, if the last drawing is old enough."""
         if now or time.monotonic() - self._drawn >= REDRAW:
             self._drawn = time.monotonic()
             self._live.update(self._drawing(), refresh=True)
 
-    def done(self, run: Run) -> None:
+    def done(self, run: RecordedRun) -> None:
         super().done(run)
         self.draw(now=True)
 
@@ -176,19 +176,19 @@ class Table(Board):
         return table
 
 
-class Lines(Board):
+class LiveLines(LiveBoard):
     """A plain line for each run, for files and pipes."""
 
-    def done(self, run: Run) -> None:
+    def done(self, run: RecordedRun) -> None:
         super().done(run)
         names = ("loss", "accuracy", "samples/s", "bytes", "lag", "waiting", "time to target")
         row = totals(run, self.target)
         words = [f"{name} {cell}" for name, cell in zip(names, ended(row), strict=True) if cell]
         what = f"{run.method}, seed {run.seed}{' (tuning)' if self._trial else ''}"
-        said = f"failed: {row['failure']}" if row["failure"] is not None else "  ".join(words)
-        print(f"{what}: {said}", file=sys.stderr, flush=True)
+        text = f"failed: {row['failure']}" if row["failure"] is not None else "  ".join(words)
+        print(f"{what}: {text}", file=sys.stderr, flush=True)
 
 
-def choose(names: Sequence[str], seeds: int, target: Target | None) -> Board:
-    """A table if somebody is watching stderr, else lines."""
-    return (Table if sys.stderr.isatty() else Lines)(names, seeds, target)
+def choose(names: Sequence[str], seeds: int, target: Target | None) -> LiveBoard:
+    """A table if stderr is a terminal, else lines."""
+    return (LiveTable if sys.stderr.isatty() else LiveLines)(names, seeds, target)

@@ -1,4 +1,4 @@
-"""The options of `manyhands train METHOD`: the knobs of one recipe, and what every run takes; also of `compare`."""
+"""The options of `manyhands train METHOD`: the knobs of one recipe, and those of every run; `compare` shares them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def option(text: str, default: str | None = None, metavar: str | None = None) ->
 
 
 @dataclass(kw_only=True)
-class Common:
-    """Where and how long to run, whatever the method."""
+class CommonOptions:
+    """Options of every method: where the run takes place, and how long it is."""
 
     task: Annotated[
         str, option("digits, mnist, text, regression, rbm, rnn, sparse, vgg16, or your own as module:function")
     ] = "digits"
     workers: Annotated[int | None, option("how many workers", "2; 4 if virtual, or the cluster file's", "INT")] = None
-    servers: Annotated[int | None, option("how many servers of their own", "0, or the cluster file's", "INT")] = None
+    servers: Annotated[int | None, option("how many server ranks", "0, or the cluster file's", "INT")] = None
     steps: Annotated[int | None, option("updates of workers x batch size samples", "see --epochs", "INT")] = None
     epochs: Annotated[float | None, option("passes over the data", "the task's", "FLOAT")] = None
     batch_size: Annotated[int | None, option("samples per worker and step", "the task's", "INT")] = None
@@ -49,21 +49,25 @@ class Common:
     bind: Annotated[str | None, option("the address to listen on with --link tcp", "127.0.0.1", "ADDRESS")] = None
     virtual: FlagCreatePairsOff[Annotated[bool, option("train in a virtual cluster, in virtual time", "no")]] = False
     cluster: Annotated[Path | None, option("a TOML file that describes a virtual cluster", "none", "FILE")] = None
-    data: Annotated[Path | None, option("where the task's files are", "none", "PATH")] = None
+    data: Annotated[Path | None, option("the folder or file that the task reads", "none", "PATH")] = None
     json: FlagCreatePairsOff[Annotated[bool, option("print one JSON object instead of a summary", "no")]] = False
 
 
 @dataclass(kw_only=True)
-class Run(Common):
-    """What one run takes besides."""
+class RunOptions(CommonOptions):
+    """Options of a single run."""
 
-    seed: Annotated[int, option("fixes the initial weights, the data order and all chance")] = 0
-    spares: Annotated[int | None, option("workers that come when one is lost, or at SIGUSR1", "0", "INT")] = None
+    seed: Annotated[int, option("determines the initial weights, the data order and all random choices")] = 0
+    spares: Annotated[int | None, option("workers that join when one is lost, or at SIGUSR1", "0", "INT")] = None
     out: Annotated[Path | None, option("where record and checkpoints go", "runs/METHOD-TASK-TIME", "DIR")] = None
-    adapters: Annotated[str | None, option("tensorboard, mlflow: told the record too", "none", "NAME,...")] = None
-    evaluate_every: Annotated[int | None, option("steps between two looks at the test data", "none", "INT")] = None
+    adapters: Annotated[str | None, option("also send the record to tensorboard, mlflow", "none", "NAME,...")] = None
+    evaluate_every: Annotated[int | None, option("steps between two evaluations on the test data", "none", "INT")] = (
+        None
+    )
     checkpoint_every: Annotated[int | None, option("steps between two checkpoints", "none", "INT")] = None
-    resume: Annotated[Path | None, option("a checkpoint, or the --out of a run, to go on from", "none", "DIR")] = None
+    resume: Annotated[Path | None, option("a checkpoint, or the --out of a run, to continue from", "none", "DIR")] = (
+        None
+    )
 
 
 def read_method(text: str) -> tuple[Method, list[str]]:
@@ -90,11 +94,11 @@ def _as_option(method: Method, setting: str) -> str:
     return knob.flag if value.lower() == "true" else f"--no-{knob.flag[2:]}"
 
 
-def fill(method: Method, argv: Sequence[str]) -> tuple[dict[str, Any], Run]:
+def fill(method: Method, argv: Sequence[str]) -> tuple[dict[str, Any], RunOptions]:
     """The knobs that differ from the recipe's defaults, and the options of the run."""
     knobs = make_dataclass("Knobs", map(_field, method.knobs), kw_only=True)
     knobs.__doc__ = f"The knobs of {method.name}."
-    form: Any = make_dataclass("Form", [(method.function, knobs), ("run", Run)])
+    form: Any = make_dataclass("Form", [(method.function, knobs), ("run", RunOptions)])
     filled: Any = parse(form, argv, f"train {method.name}", _about(method))
     chosen = dict(_chosen(method, vars(getattr(filled, method.function))))
     if "lr" in chosen and chosen.get("rule") is not None:

@@ -1,4 +1,4 @@
-"""What verbs print on stdout: tables for people, one JSON value for programs."""
+"""Output on stdout: tables as text, or one JSON value for programs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from manyhands.core.lines import plain
+from manyhands.core.record import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PIPED_WIDTH = 140
-"""Columns of a table that goes into a file or another program."""
+"""The width of a table that is written to a file or a pipe."""
 
 
 def print_json(value: Any) -> None:
@@ -22,7 +22,7 @@ def print_json(value: Any) -> None:
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal, in colour if it can and nobody set NO_COLOR."""
+    """The console of tables: as wide as the terminal, in colour unless NO_COLOR is set."""
     from rich.console import Console
 
     class Screen(Console):
@@ -33,7 +33,7 @@ def console() -> Console:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table whose first column is what one looks for."""
+    """Print a table; its first column is bold and never wrapped."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -2,9 +2,9 @@
 
     part = name | name(value, ..., name=value, ...)        value = number | "text" | true | false | none | part
 
-The text is parsed, never evaluated; only the names that `manyhands.codecs` and `manyhands.rules` export exist, in
-upper or lower case. A schedule may stand for a number: `sgd(cosine(0.1, 60000))`. Reading a part needs no torch,
-building it does.
+The text is parsed, never evaluated; only the names that `manyhands.codecs` and `manyhands.rules` export are known, in
+upper or lower case. A schedule may be used as a number: `sgd(cosine(0.1, 60000))`. Parsing a part does not import
+torch, building it does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from manyhands.cli.index import PACKAGE
 from manyhands.core.errors import Refused, unknown
 
 HOMES = {"Codec": "codecs", "Rule": "rules", "Rate": "rules.schedules"}
-"""The module that exports the parts of each kind."""
+"""The module that exports the parts of each kind, below `manyhands`."""
 WORDS = {"true": True, "false": False, "none": None}
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part that was read and not yet built."""
+class PartSpec:
+    """A part that was parsed and is not built yet."""
 
     home: str
     name: str
@@ -38,7 +38,7 @@ class Part:
         return f"{self.name.lower()}({inside})" if inside else self.name.lower()
 
     def build(self) -> Any:
-        """The real thing, made by its own constructor."""
+        """The codec, rule or schedule, made by its constructor."""
         make = getattr(importlib.import_module(f"manyhands.{self.home}"), self.name)
         try:
             return make(*map(_built, self.values), **{name: _built(value) for name, value in self.knobs})
@@ -47,13 +47,13 @@ class Part:
 
 
 def _built(value: Any) -> Any:
-    return value.build() if isinstance(value, Part) else value
+    return value.build() if isinstance(value, PartSpec) else value
 
 
 def exported(package: Path = PACKAGE, kind: str = "Rate") -> dict[str, tuple[str, str]]:
-    """The name of every part in lower case, with its home and true name, as the source says.
+    """The lower-case name of every part, with its module and its name there, read from the source.
 
-    What two homes export is taken from that of `kind`.
+    A name that two modules export is that of the module of `kind`.
     """
     found: dict[str, tuple[str, str]] = {}
     for home in sorted(HOMES.values(), key=lambda home: home == HOMES.get(kind)):
@@ -65,8 +65,8 @@ def exported(package: Path = PACKAGE, kind: str = "Rate") -> dict[str, tuple[str
     return found
 
 
-def read(text: str, kind: str, known: Mapping[str, tuple[str, str]] | None = None) -> Part:
-    """Read the text of a part of this kind ("Codec" or "Rule")."""
+def read(text: str, kind: str, known: Mapping[str, tuple[str, str]] | None = None) -> PartSpec:
+    """Parse the text of a part of this kind ("Codec" or "Rule")."""
     known = exported(kind="Codec" if kind == "Codec" else "Rate") if known is None else known
     home = HOMES.get(kind)
     try:
@@ -74,7 +74,7 @@ def read(text: str, kind: str, known: Mapping[str, tuple[str, str]] | None = Non
     except SyntaxError as error:
         raise Refused(f"cannot read {text!r}: a part is written like feedback(topk(0.01))") from error
     value = _read(node, known)
-    if not isinstance(value, Part) or value.home != (home or value.home):
+    if not isinstance(value, PartSpec) or value.home != (home or value.home):
         names = [name for name, (where, _) in known.items() if where == (home or where)]
         raise Refused(f"{text!r} is no {kind.lower()}: there are {', '.join(names)}")
     return value
@@ -89,12 +89,12 @@ def _read(node: ast.expr, known: Mapping[str, tuple[str, str]]) -> Any:
         case ast.Name(id=name) if name.lower() in WORDS:
             return WORDS[name.lower()]
         case ast.Name(id=name):
-            return Part(*_find(name, known))
+            return PartSpec(*_find(name, known))
         case ast.Call(func=ast.Name(id=name), args=values, keywords=knobs) if all(knob.arg for knob in knobs):
             given = tuple((str(knob.arg), _read(knob.value, known)) for knob in knobs)
-            return Part(*_find(name, known), tuple(_read(value, known) for value in values), given)
+            return PartSpec(*_find(name, known), tuple(_read(value, known) for value in values), given)
     raise Refused(
-        f"{ast.unparse(node)!r} may not stand in a part: only numbers, texts, true, false, none and parts may"
+        f"{ast.unparse(node)!r} is not allowed in a part: only numbers, strings, true, false, none and parts are"
     )
 
 
@@ -105,7 +105,7 @@ def _find(name: str, known: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
 
 
 def split(text: str, separator: str = ",") -> list[str]:
-    """Cut at separators outside parentheses."""
+    """Split at separators that are not inside parentheses."""
     pieces, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")

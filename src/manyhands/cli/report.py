@@ -1,4 +1,4 @@
-"""`manyhands report RUN...`: makes one page of the records of runs."""
+"""`manyhands report RUN...`: one page from the records of runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from manyhands.core.errors import Refused
 from manyhands.report.record import claim
 
 if TYPE_CHECKING:
-    from manyhands.report.reading import Run
+    from manyhands.report.reading import RecordedRun
 
-ABOUT = """Make one page of the records of runs: tables, curves, where the time went, a timeline of every rank. It opens
-without a network. Beside it are the numbers of each chart as CSV files, and a trace for Perfetto.
+ABOUT = """Make one page from the records of runs: tables, curves, time by activity, a timeline of every rank. It needs
+no network. Beside it are the numbers of each chart as CSV files, and a trace for Perfetto.
 
 examples:
   manyhands report runs/mine
@@ -30,7 +30,7 @@ examples:
 
 
 @dataclass
-class Options:
+class ReportOptions:
     """What `report` takes."""
 
     runs: Annotated[list[Path], Positional, arg(metavar="RUN...", help="records, folders of runs, or folders of such")]
@@ -43,8 +43,8 @@ class Options:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read the records, write the report, say where it is."""
-    options = parse(Options, argv, "report", ABOUT)
+    """Read the records, write the report, print its path."""
+    options = parse(ReportOptions, argv, "report", ABOUT)
     if not options.runs:
         raise Refused("name a record, or a folder with one: manyhands report RUN... (see manyhands report --help)")
     from manyhands.report.measures import parse_target, totals
@@ -70,12 +70,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def folder(chosen: Path | None, force: bool) -> Path:
-    """Where the report goes; what is there already is not written over by accident."""
+    """The folder of the report; one that is not empty is refused without --force."""
     return Path("runs", time.strftime("report-%Y%m%d-%H%M%S")) if chosen is None else claim(chosen, force)
 
 
-def gathered(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs of all records; what is wrong with any of them is said. What cannot be read at all is left out."""
+def gathered(paths: Sequence[Path]) -> tuple[list[RecordedRun], list[str]]:
+    """The runs of all records. Damage is printed, and records that cannot be read at all are left out."""
     from manyhands.report.reading import read, records
 
     found, left_out = [], []

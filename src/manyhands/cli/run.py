@@ -1,4 +1,4 @@
-"""`manyhands run`: starts a script of your own once for each rank on this machine."""
+"""`manyhands run`: starts a user's script once for each rank on this machine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import tyro
 
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused, unknown
-from manyhands.runtime.launch import run_script
+from manyhands.runtime.launch.launch import run_script
 
-ABOUT = """Start a script once for each rank on this machine; everything after the script belongs to it.
+ABOUT = """Start a script once for each rank on this machine; words after the script are its own arguments.
 
 examples:
   manyhands run -n 4 train.py
@@ -23,13 +23,13 @@ examples:
 
 
 @dataclass
-class Options:
-    """What `run` takes.
+class ScriptOptions:
+    """The options of `run`.
 
     Args:
-        script: the script.
+        script: the Python file that every rank runs.
         workers: how many workers.
-        servers: how many ranks serve besides.
+        servers: how many server ranks.
         link: how ranks exchange tensors: through shared memory, or through sockets as between hosts.
         bind: the address to listen on with --link tcp.
     """
@@ -42,9 +42,9 @@ class Options:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run it, and say who was lost."""
+    """Run the script on all ranks, print which were lost, and return the exit code."""
     ours, arguments = split(argv)
-    options = parse(Options, ours, "run", ABOUT)
+    options = parse(ScriptOptions, ours, "run", ABOUT)
     if not options.script.is_file():
         raise Refused(f"there is no script {options.script}")
     handler = logging.StreamHandler()
@@ -65,8 +65,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our words up to and with the script, and the script's own."""
-    known = ["-n", "-h", "--help", *(f"--{field.name}" for field in fields(Options) if field.name != "script")]
+    """The words for `manyhands run`, up to the script, and those for the script."""
+    known = ["-n", "-h", "--help", *(f"--{field.name}" for field in fields(ScriptOptions) if field.name != "script")]
     takes_value = False
     for position, word in enumerate(argv):
         flag, _, value = word.partition("=")

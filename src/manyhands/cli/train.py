@@ -20,12 +20,14 @@ from manyhands.cli.index import Method, methods
 from manyhands.cli.output import print_json
 from manyhands.cli.usage import HelpShown
 from manyhands.core.errors import PeerLost, Refused, refuse_unless
-from manyhands.runtime.failures import exit_code
+from manyhands.runtime.membership.error_codec import exit_code
 
 if TYPE_CHECKING:
-    from manyhands.cli.options import Common, Run
-    from manyhands.core.protocols import Strategy
-    from manyhands.result import Result
+    from manyhands.cli.options import CommonOptions, RunOptions
+    from manyhands.core.strategy import Strategy
+    from manyhands.engines.local import Local
+    from manyhands.run.result import Result
+    from manyhands.virtual.cluster import Cluster
 
 HELP = """usage: manyhands train METHOD [OPTIONS]
 
@@ -42,28 +44,25 @@ examples:
   manyhands train 'ssp:staleness=3,codec=feedback(topk(0.01))' --virtual
   manyhands train gpipe --help"""
 
-WORKERS = 2
-"""How many real processes train if nobody says."""
-
 STOPPED = 128 + signal.SIGTERM
-"""The exit code of a run that was asked to stop, and did so at a good moment."""
+"""The exit code of a run that was stopped by SIGTERM between two steps."""
 
 SHOWN = (
     *("workers", "servers", "steps", "seconds", "wall_seconds", "samples_per_second", "final_loss", "test_accuracy"),
     *("bytes_sent", "mean_lag", "max_lag", "waited_seconds", "weights_sha256", "record", "lost", "stopped_at"),
 )
-"""What `--json` takes over from the result."""
+"""The fields of the result that `--json` prints."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Read, check, train, report."""
+    """Train as the command line says, print the result, and return the exit code."""
     method, knobs, options = read(argv)
     check(options)
-    with heard() as news:
+    with printed_warnings() as printed:
         try:
             result = train(method, knobs, options)
         except PeerLost as error:
-            if str(error) in news:  # it was said when it happened
+            if str(error) in printed:  # when it happened
                 return exit_code(error)
             raise
     link = None if is_virtual(options) else options.link or "shm"
@@ -72,11 +71,11 @@ def run(argv: Sequence[str]) -> int:
     print_json(facts) if options.json else print(summary(facts))
     if result.stopped_at is None:
         return 0
-    print(f"manyhands: {how_to_go_on(result, argv)}", file=sys.stderr)
+    print(f"manyhands: {how_to_resume(result, argv)}", file=sys.stderr)
     return STOPPED
 
 
-def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], Run]:
+def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], RunOptions]:
     """The method, its knobs and the options of the run."""
     if argv and argv[0] in ("-h", "--help"):
         raise HelpShown(HELP.format(methods="\n".join(f"  {m.name:<11} {m.card.summary}" for m in methods().values())))
@@ -89,8 +88,8 @@ def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], Run]:
     return method, knobs, options
 
 
-def check(options: Common) -> None:
-    """Refuse what can be seen to be wrong without starting anything."""
+def check(options: CommonOptions) -> None:
+    """Refuse options that contradict each other, before torch is imported."""
     if options.steps is not None and options.epochs is not None:
         raise Refused(f"steps is {options.steps} and epochs is {options.epochs}, but only one of them may be given")
     for name, own in (("link", "links"), ("bind", "links"), ("spares", "newcomers")):
@@ -98,22 +97,22 @@ def check(options: Common) -> None:
         real = value is None or not is_virtual(options)
         refuse_unless(real, name, value, f"left out: a virtual cluster has {own} of its own")
     tcp = options.bind is None or options.link == "tcp"
-    refuse_unless(tcp, "bind", options.bind, "left out without --link tcp: nobody listens on an address")
+    refuse_unless(tcp, "bind", options.bind, "left out without --link tcp: no rank listens on an address")
     for name in ("steps", "epochs", "batch_size", "checkpoint_every", "evaluate_every"):
         value = getattr(options, name, None)
         refuse_unless(value is None or value > 0, name, value, "> 0")
 
 
-def is_virtual(options: Common) -> bool:
-    """A file that describes a virtual cluster asks for one."""
+def is_virtual(options: CommonOptions) -> bool:
+    """Whether the run is in virtual time: with --virtual, or with a file that describes a cluster."""
     return options.virtual or options.cluster is not None
 
 
-def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
-    """Build the strategy, say where it is to run, and run the job."""
-    where = machines(options)
-    from manyhands import jobs  # only now: this is the first that needs torch
+def train(method: Method, knobs: dict[str, Any], options: RunOptions) -> Result:
+    """Build the strategy and the engine, and run `mh.train`."""
+    on = engine(options)
     from manyhands.report.progress import choose
+    from manyhands.run.train import train as run  # imports torch
 
     strategy = build(method, knobs)
     progress = choose(f"{method.name} on {options.task}")
@@ -122,65 +121,66 @@ def train(method: Method, knobs: dict[str, Any], options: Run) -> Result:
     chosen["adapters"] = [name.strip() for name in (options.adapters or "").split(",") if name.strip()]
     with folder(options.out, f"{method.name}-{options.task}") as out:
         try:
-            return jobs.train(options.task, strategy, out=out, progress=progress, **where, **chosen)
+            return run(options.task, strategy, out=out, progress=progress, on=on, **chosen)
         finally:
             progress.stop()
 
 
 def build(method: Method, knobs: dict[str, Any]) -> Strategy:
-    """What a recipe makes of its knobs; it remembers how they were written."""
-    from manyhands.cli.parts import Part
+    """The strategy that a recipe makes of its knobs; it keeps the text in which they were given."""
+    from manyhands.cli.parts import PartSpec
     from manyhands.core.recipe import spelled
 
     recipe = getattr(importlib.import_module("manyhands.catalog"), method.function)
     strategy: Strategy = recipe(
-        **{name: knob.build() if isinstance(knob, Part) else knob for name, knob in knobs.items()}
+        **{name: knob.build() if isinstance(knob, PartSpec) else knob for name, knob in knobs.items()}
     )
-    words = ",".join(f"{name}={knob}" for name, knob in knobs.items())
-    return spelled(strategy, f"{method.name}:{words}" if words else method.name)
+    text = ",".join(f"{name}={knob}" for name, knob in knobs.items())
+    return spelled(strategy, f"{method.name}:{text}" if text else method.name)
 
 
-def machines(options: Common) -> dict[str, Any]:
-    """Where to run: in real processes, or in a virtual cluster; what the command line says wins over its file."""
-    sizes = {name: getattr(options, name, None) for name in ("workers", "servers", "link", "bind", "spares")}
-    given = {name: size for name, size in sizes.items() if size is not None}
-    if not is_virtual(options):
-        return {"workers": WORKERS, **given}
-    from manyhands.virtual.cluster import Cluster
+def engine(options: CommonOptions) -> Local | Cluster:
+    """Where to run: in real processes, or in a virtual cluster; options override what its file says."""
+    fields = {name: getattr(options, name, None) for name in ("workers", "servers", "link", "bind", "spares")}
+    given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    if is_virtual(options):
+        from manyhands.virtual.cluster import Cluster
 
-    cluster = Cluster.from_file(options.cluster) if options.cluster else Cluster()
-    return {"cluster": replace(cluster, **given)}
+        return replace(Cluster.from_file(options.cluster) if options.cluster else Cluster(), **given)
+    from manyhands.engines.local import Local
+
+    return Local(**given)
 
 
-class _News(logging.Handler):
-    """Says what happens when it happens: each a line on whatever stderr is by then, and kept."""
+class _WarningPrinter(logging.Handler):
+    """Prints each warning as a line on stderr when it is logged, and keeps it; with `once` not the same one again."""
 
     def __init__(self, once: bool) -> None:
         super().__init__(logging.WARNING)
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.once = once
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.once and record.getMessage() in self.said:
+        if self.once and record.getMessage() in self.printed:
             return
-        self.said.append(record.getMessage())
-        print(f"manyhands: {self.said[-1]}", file=sys.stderr, flush=True)
+        self.printed.append(record.getMessage())
+        print(f"manyhands: {self.printed[-1]}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def heard(*, once: bool = False) -> Iterator[list[str]]:
-    """Show what the library has to say about a run while it goes on: who was lost, who was turned away."""
-    news, log = _News(once), logging.getLogger("manyhands")
-    log.addHandler(news)
+def printed_warnings(*, once: bool = False) -> Iterator[list[str]]:
+    """Print the library's warnings during a run, such as a lost rank or a refused connection; yields the list."""
+    printer, log = _WarningPrinter(once), logging.getLogger("manyhands")
+    log.addHandler(printer)
     try:
-        yield news.said
+        yield printer.printed
     finally:
-        log.removeHandler(news)
+        log.removeHandler(printer)
 
 
 @contextmanager
 def folder(chosen: Path | None, title: str) -> Iterator[Path]:
-    """Where the record goes: `chosen`, or a new folder of this run alone, which vanishes if nothing came of it."""
+    """The folder of the record: `chosen`, or a new one with a time in its name, which is removed if it stays empty."""
     if chosen is not None:
         yield chosen
         return
@@ -193,36 +193,36 @@ def folder(chosen: Path | None, title: str) -> Iterator[Path]:
     try:
         yield out
     finally:
-        with suppress(OSError):  # it has a record in it
+        with suppress(OSError):  # it is not empty
             out.rmdir()
 
 
 def summary(facts: dict[str, Any]) -> str:
-    """The result for people."""
+    """The result as a few lines of text."""
     f = facts
     virtual = "virtual " if f["world"] == "virtual" else ""
-    here = f"{f['wall_seconds']:.1f} s here" if virtual else f"{f['wall_seconds']:.1f} s with starting and ending"
+    wall = f"{f['wall_seconds']:.1f} s {'of real time' if virtual else 'with start and end'}"
     steps = f"{f['steps']:,} steps" if f["stopped_at"] is None else f"stopped before step {f['steps']:,}"
     rows = {
         "test accuracy": None if f["test_accuracy"] is None else f"{f['test_accuracy']:.4f}",
         "final loss": None if f["final_loss"] is None else f"{f['final_loss']:.4f}",
-        "time": f"{f['seconds']:.4g} {virtual}seconds ({here})",
+        "time": f"{f['seconds']:.4g} {virtual}seconds ({wall})",
         "speed": f"{f['samples_per_second']:,.0f} samples per {virtual}second, {steps}",
         "sent": f"{f['bytes_sent'] / 1e6:,.1f} MB",
         "lag": None if f["mean_lag"] is None else f"{f['mean_lag']:.2f} on average, {f['max_lag']} at most",
         "waited": f"{f['waited_seconds']:.4g} s",
         "record": f["record"],
     }
-    place = "a virtual cluster" if virtual else f"link {f['link']}"
-    title = f"{f['method']} on {f['task']}: {f['workers']} workers, {f['servers']} servers, {place}, seed {f['seed']}"
+    engine = "a virtual cluster" if virtual else f"link {f['link']}"
+    title = f"{f['method']} on {f['task']}: {f['workers']} workers, {f['servers']} servers, {engine}, seed {f['seed']}"
     lost = [f"  lost rank {rank}: {why}" for rank, why in f["lost"]]
     return "\n".join([title, *(f"  {name:<14} {text}" for name, text in rows.items() if text is not None), *lost])
 
 
-def how_to_go_on(result: Result, argv: Sequence[str]) -> str:
-    """Where a run stopped early, what was saved, and how to go on."""
+def how_to_resume(result: Result, argv: Sequence[str]) -> str:
+    """Where a run was stopped, what was saved, and the command that resumes it."""
     from manyhands.runtime.checkpoint import found_in
-    from manyhands.runtime.resuming import folder_of
+    from manyhands.runtime.resume import folder_of
 
     assert result.record is not None
     out = result.record.parent
@@ -230,15 +230,15 @@ def how_to_go_on(result: Result, argv: Sequence[str]) -> str:
     if saved is None:
         return f"stopped at step {result.stopped_at}; nothing was saved"
     again = shlex.join(["manyhands", "train", *without("--resume", argv), "--resume", str(out)])
-    return f"stopped at step {saved.step}, saved in {saved.path}; to go on: {again}"
+    return f"stopped at step {saved.step}, saved in {saved.path}; to resume: {again}"
 
 
 def without(flag: str, argv: Sequence[str]) -> list[str]:
-    """The words of a command line but for one option and its value."""
-    words, left = iter(argv), []
+    """A command line without one option and its value."""
+    words, kept = iter(argv), []
     for word in words:
         if word == flag:
             next(words, None)
         elif not word.startswith(f"{flag}="):
-            left.append(word)
-    return left
+            kept.append(word)
+    return kept

@@ -1,4 +1,4 @@
-"""How every verb reads its arguments, and how it says that one of them is wrong: in one line, with the nearest name."""
+"""Parsing the arguments of every verb. An error is one line, with the nearest valid name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Form = TypeVar("Form")
 
 
 class HelpShown(Exception):
-    """Help was asked for; this is its text."""
+    """Raised for --help, with the text to print."""
 
 
 def parse(form: type[Form], argv: Sequence[str], verb: str, about: str) -> Form:
-    """Fill the dataclass `form` from `argv`. Help and refusals come back as exceptions, never on the screen."""
-    import tyro  # here, because a wrong verb or method need not wait for it
+    """Fill the dataclass `form` from `argv`. Help and refusals are raised as exceptions; nothing is printed here."""
+    import tyro  # here, so that a wrong verb or method is refused without this import
 
     prog, text = f"manyhands {verb}", io.StringIO()
     inside = (tyro.conf.OmitArgPrefixes,)
@@ -50,12 +50,12 @@ def _options(form: Any) -> Iterator[str]:
 
 
 def _one_line(box: str) -> str:
-    """What stands in the first compartment of the parser's box, below its title."""
-    said: list[str] = []
+    """The text of the first section of the parser's box, below its title."""
+    words_found: list[str] = []
     for line in box.splitlines()[1:]:
         words = line.strip("│ ")
         if not set(words) <= set("─-"):
-            said.append(words)
-        elif said:
+            words_found.append(words)
+        elif words_found:
             break
-    return " ".join(said) or box.strip()
+    return " ".join(words_found) or box.strip()

@@ -1,27 +1,31 @@
-"""By layer: each parameter is encoded by itself, and small ones by another codec.
+"""By layer: each parameter is encoded separately, and small ones by another codec.
 
     payload = small(x) if x has fewer than `least` numbers else codec(x)
 
 A fraction, a scale or a norm then belongs to one parameter. Small parameters (biases, say) are few bytes, so they may
-as well go as they are.
+as well be sent unchanged.
 
-What the codec remembers of a small parameter, because something sent for it has not been used, is sent with the next.
+If a payload of a small parameter is taken back (`Encoder.take_back`), its numbers wait in the memory of the codec for
+large ones and are sent with the next payload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from manyhands.codecs.feedback import Feedback
-from manyhands.codecs.kinds import encode_at, scale_of, surround
+from manyhands.codecs.half import Half
+from manyhands.codecs.onebit import OneBit
 from manyhands.codecs.raw import Raw
+from manyhands.codecs.topk import TopK
+from manyhands.codecs.wrapping import encode_at, refuse_warmup, scale_of
+from manyhands.core.codec import Codec, CodecTraits, most_bytes, shares
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Codec, shares
 
 
 @dataclass(frozen=True)
@@ -41,50 +45,66 @@ class ByLayer:
 
     def __post_init__(self) -> None:
         refuse_unless(self.least >= 0, "least", self.least, ">= 0")
-        rows, own = (one.memory(torch.empty(1)) for one in (self.codec, self.small))
-        alike = own is None or (rows is not None and rows.shape == own.shape)
-        refuse_unless(alike, "small", self.small, "one that remembers as much as the codec, or nothing")
-        surround(self, self.codec, self.small)
+        large, small = (one.memory(torch.empty(1)) for one in (self.codec, self.small))
+        same = small is None or (large is not None and large.shape == small.shape)
+        refuse_unless(same, "small", self.small, "one that remembers as much as the codec, or nothing")
+        refuse_warmup(self.codec, self.small)
+
+    @property
+    def traits(self) -> CodecTraits:
+        """Those of either codec; unbiased if both are."""
+        one, two = self.codec.traits, self.small.traits
+        unbiased = one.unbiased and two.unbiased
+        return replace(one, random=one.random or two.random, unbiased=unbiased, varies=one.varies or two.varies)
 
     @property
     def shared(self) -> bool:
-        """If one of the two asks for it."""
+        """Whether one of the two codecs asks for a common scale."""
         return shares(self.codec) or shares(self.small)
 
     def memory(self, like: Tensor) -> Tensor | None:
-        """The codec's own."""
+        """That of the codec for large parameters."""
         return self.codec.memory(like)
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """What one of the two makes of it."""
+        """The payload of the codec for parameters of this size."""
         codec, own = self._with_memory(x, memory)
         return codec.encode(x, own)
 
     def scale(self, x: Tensor, memory: Tensor | None) -> Tensor:
-        """That one's."""
+        """The scale of the codec for parameters of this size."""
         codec, own = self._with_memory(x, memory)
         return scale_of(codec, x, own)
 
     def encode_at(self, x: Tensor, memory: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
-        """What that one makes of it."""
+        """Like `encode`, with a given scale."""
         codec, own = self._with_memory(x, memory)
         return encode_at(codec, x, own, scale)
 
     def _with_memory(self, x: Tensor, memory: Tensor | None) -> tuple[Codec, Tensor | None]:
-        """The codec for something like this, around which there is feedback if it remembers nothing by itself."""
-        codec = self.chosen(x)
+        """The codec for parameters of this size and its memory; one without a memory gets feedback around it."""
+        codec = self._codec_for(x)
         if codec is self.codec or memory is None or codec.memory(x) is not None:
             return codec, memory
         return Feedback(codec), memory if memory.dim() == x.dim() else memory[0]
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
-        """As that one does."""
-        self.chosen(out).decode(payload, out)
+        """Decode by the codec for parameters of this size."""
+        self._codec_for(out).decode(payload, out)
 
     def nbytes(self, like: Tensor) -> int:
-        """As that one's."""
-        return self.chosen(like).nbytes(like)
+        """The bytes of the codec for parameters of this size."""
+        return self._codec_for(like).nbytes(like)
 
-    def chosen(self, x: Tensor) -> Codec:
-        """The codec for something like this."""
+    def most(self, like: Tensor) -> int:
+        """The largest number of bytes of that codec."""
+        return most_bytes(self._codec_for(like), like)
+
+    def _codec_for(self, x: Tensor) -> Codec:
         return self.small if x.numel() < self.least else self.codec
+
+
+EXAMPLES: Mapping[str, Codec] = {
+    "by layer": ByLayer(OneBit(), least=50),
+    "by layer with feedback": ByLayer(Feedback(TopK(0.1)), least=50, small=Half()),
+}

@@ -1,33 +1,34 @@
-"""Deep gradient compression: what is not sent yet gathers momentum as if it had been.
+"""Deep gradient compression: numbers that have not been sent yet accumulate momentum as if they had been.
 
-    g <- g min(1, clip / ||g||)                                 of this worker's gradient, before anything is added
+    g <- g min(1, clip / ||g||)           the gradient of this worker alone
     u <- μ u + g          or, Nesterov,   u <- μ (u + g)
     v <- v + u                            v <- v + u + g
-    payload = C(v)                        v = 0 where it was sent, and u = 0 too (masking)
+    payload = C(v)                        v = 0 where it was sent, and with masking u = 0 too
 
-The momentum is in here: let the rule be plain SGD. Sending everything (fraction 1) is SGD with momentum without
-masking, and SGD without momentum with it, for then u is 0 in every step.
+The codec has the momentum, so the rule should be plain SGD. If everything is sent (fraction 1), this is SGD with
+momentum without masking, and SGD without momentum with masking, because u is 0 in every step.
 
 Reference: Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training",
-2018, https://arxiv.org/abs/1712.01887. What it does about the first epochs is `WarmUp`; its threshold from a sample is
+2018, https://arxiv.org/abs/1712.01887. Its warm-up in the first epochs is `WarmUp`; its threshold from a sample is
 `SampledTopK`.
 
-Where we differ: the clip is that of one worker. It should be the whole one divided by sqrt(P), by whoever knows P.
+Where we differ: the clip is that of one worker: give it the clip of the whole gradient divided by sqrt(P).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from manyhands.codecs.kinds import surround
-from manyhands.codecs.payload import place
+from manyhands.codecs.payload import write_at
+from manyhands.codecs.sampled import SampledTopK
 from manyhands.codecs.topk import TopK
+from manyhands.codecs.wrapping import refuse_warmup
+from manyhands.core.codec import Codec, CodecTraits, Sparse, most_bytes
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Codec, Sparse
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Dgc:
     """A sparse codec with momentum.
 
     Args:
-        codec: C, one that keeps some numbers as they are, such as topk() or sampledtopk().
+        codec: C, one that sends some numbers unchanged, such as topk() or sampledtopk().
         momentum: μ.
-        nesterov: whether a step looks ahead.
-        masking: whether a number's momentum ends when it is sent, so that an old direction is not followed for long.
-        clip: the longest gradient, in the l2-norm of what is sent together; 0: any.
+        nesterov: whether the momentum is Nesterov's.
+        masking: whether sending a number sets its momentum to 0, so that a stale direction is not followed for long.
+        clip: the largest l2-norm of a gradient span that is encoded together; 0: no clipping.
     """
 
     codec: Codec = field(default_factory=lambda: TopK(0.001))
@@ -53,32 +54,37 @@ class Dgc:
         refuse_unless(self.codec.memory(torch.empty(0)) is None, "codec", self.codec, "one without a memory of its own")
         refuse_unless(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
         refuse_unless(self.clip >= 0, "clip", self.clip, ">= 0")
-        surround(self, self.codec)
+        refuse_warmup(self.codec)
 
     @property
     def by_parameter(self) -> bool:
-        """As the codec's."""
+        """As the codec inside."""
         return self.codec.by_parameter
 
+    @property
+    def traits(self) -> CodecTraits:
+        """Those of the codec inside, and momentum."""
+        return replace(self.codec.traits, unbiased=False, momentum=True)
+
     def memory(self, like: Tensor) -> Tensor:
-        """v and u."""
+        """v (what has not been sent) and u (the momentum)."""
         return like.new_zeros(2, *like.shape)
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """What the codec makes of v."""
+        """C(v), after v has accumulated the gradient with momentum."""
         assert memory is not None, "Dgc needs the memory that memory() gave"
         v, u = memory
         self._accumulate(self._clipped(x), v, u)
         payload = self.codec.encode(v, None)
         assert isinstance(self.codec, Sparse)
         sent, _ = self.codec.pairs(payload)
-        place(sent, 0.0, v)
+        write_at(sent, 0.0, v)
         if self.masking:
-            place(sent, 0.0, u)
+            write_at(sent, 0.0, u)
         return payload
 
     def _clipped(self, g: Tensor) -> Tensor:
-        norm = float(g.norm()) if self.clip else 0.0
+        norm = float(g.contiguous().norm()) if self.clip else 0.0  # strides must not change its last bit
         return g * (self.clip / norm) if norm > self.clip else g
 
     def _accumulate(self, g: Tensor, v: Tensor, u: Tensor) -> None:
@@ -90,9 +96,20 @@ class Dgc:
             v.add_(u)
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
-        """As the codec does."""
+        """As the codec inside."""
         self.codec.decode(payload, out)
 
     def nbytes(self, like: Tensor) -> int:
-        """As the codec's."""
+        """As the codec inside."""
         return self.codec.nbytes(like)
+
+    def most(self, like: Tensor) -> int:
+        """As the codec inside."""
+        return most_bytes(self.codec, like)
+
+
+EXAMPLES: Mapping[str, Codec] = {
+    "dgc": Dgc(TopK(0.1)),
+    "dgc, sampled, nesterov": Dgc(SampledTopK(0.1), nesterov=True),
+    "dgc, clipped": Dgc(TopK(0.05), masking=False, clip=2.0),
+}

@@ -1,9 +1,9 @@
-"""What the kernels do, in torch and numpy: the same bits for float32, and float64 as well.
+"""The kernels in torch and numpy: bit for bit the same for float32, and for float64 as well.
 
-    sum of a row    64 lanes:  lane[l] = x[l] + x[l + 64] + x[l + 128] + ...,  then lane[l] += lane[l + 32], + 16, ... 1
-    by its signs    the lanes of each 1024 numbers by themselves; those are added one after the other
+    sum of a row    64 partial sums:  p[i] = x[i] + x[i + 64] + x[i + 128] + ...,  then p[i] += p[i + 32], + 16, ... 1
+    by its signs    the partial sums of each 1024 numbers separately; those are added one after the other
 
-Whatever passes over a vector more than once does so stretch by stretch, while it is in the cache.
+Functions that pass over a vector more than once do so block by block, while a block is in the cache.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Pairs = tuple[Tensor, Tensor]
 """Indices (int32, ascending) and values; or bits and means, codes and norms."""
 Whole = NDArray[np.int64]
 
-LANES = 64
-FEW = 16
-"""Rows of lanes that are summed by themselves, by their signs."""
+WIDTH = 64
+ROWS_AT_ONCE = 16
+"""Rows of partial sums that are added separately when signs are summed: 16 x 64 = 1024 numbers."""
 CHUNK = 4096
-"""Of so many numbers the moments are summed by themselves."""
-STRETCH = 2**18
-"""Numbers that stay in a cache, with what is made of them; so many that the calls themselves take little time."""
+"""Numbers whose moments are summed separately."""
+CACHE_BLOCK = 2**18
+"""Numbers that stay in the cache with their results, and are enough to hide the cost of the calls."""
 TINY = 2.0**-100
-"""A norm that is less counts as 0, for its reciprocal might be none."""
+"""A smaller norm counts as 0, because its reciprocal might be infinite."""
 BITS = np.arange(256)[:, None] >> np.arange(8) & 1 == 1
-"""Those of every byte, the lowest first."""
+"""The bits of every byte, the lowest first."""
 
 
 # -- the largest ---------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ BITS = np.arange(256)[:, None] >> np.arange(8) & 1 == 1
 def reaching(x: Tensor, t: float, room: int) -> Tensor:
     """Indices of the first numbers with |x| >= t, at most `room`; NaN counts as infinite."""
     found, many = [np.empty(0, np.int64)], 0
-    for start, piece in _stretches(x, STRETCH):
+    for start, piece in _blocks(x, CACHE_BLOCK):
         if many < room:
             found.append(np.flatnonzero(~(np.abs(piece.numpy()) < t)) + start)
             many += len(found[-1])
@@ -52,8 +52,8 @@ def reaching(x: Tensor, t: float, room: int) -> Tensor:
 def largest(x: Tensor, k: int, sampled: int, rank: int, room: int) -> Pairs:
     """The k entries with the largest magnitudes; of equal ones the first, and NaN counts as infinite."""
     if sampled:
-        held = x[:: x.numel() // sampled][:sampled].abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        few = reaching(x, float(held.topk(rank, sorted=False).values.min()), room)
+        sample = x[:: x.numel() // sampled][:sampled].abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        few = reaching(x, float(sample.topk(rank, sorted=False).values.min()), room)
         if k <= few.numel() < room:
             indices, values = _largest(x[few], k)
             return few[indices], values
@@ -73,11 +73,11 @@ def _largest(x: Tensor, k: int) -> Pairs:
 
 def signs(x: Tensor, block: int) -> Pairs:
     """Bits of x >= 0, and for each block the means of those with bit 0, then of those with bit 1."""
-    found, lanes = [], []
+    found, partial = [], []
     for both, piece in _halves(x, _whole(8 * block)):
         found.append(np.packbits(piece.numpy() >= 0, bitorder="little"))
-        lanes.append(_chunks(_rows(both, block)))
-    bits, sums = np.concatenate(found), _fold(_run(torch.cat(lanes, dim=1)))
+        partial.append(_chunks(_rows(both, block)))
+    bits, sums = np.concatenate(found), _fold(_run(torch.cat(partial, dim=1)))
     count = torch.from_numpy(_counts(bits, x.numel(), block))
     sizes = torch.full_like(count, block)
     sizes[-1] -= count.numel() * block - x.numel()
@@ -85,9 +85,9 @@ def signs(x: Tensor, block: int) -> Pairs:
 
 
 def _halves(x: Tensor, length: int) -> Iterator[Pairs]:
-    """What of a stretch of x is below 0 and what is not, with zeros elsewhere, in memory for all; and the stretch."""
+    """min(x, 0) and max(x, 0) of each block, in memory that is used again, and the block."""
     memory = x.new_empty(2, min(length, x.numel()))
-    for _, piece in _stretches(x, length):
+    for _, piece in _blocks(x, length):
         both = memory[:, : piece.numel()]
         torch.clamp(piece, max=0, out=both[0])
         torch.clamp(piece, min=0, out=both[1])
@@ -95,13 +95,13 @@ def _halves(x: Tensor, length: int) -> Iterator[Pairs]:
 
 
 def _chunks(rows: Tensor) -> Tensor:
-    """The lanes of each 1024 numbers of a row, or of all if they are fewer."""
-    few = min(FEW, -(-rows.shape[-1] // LANES))
-    return _run(_rows(_rows(rows, few * LANES), LANES))
+    """The partial sums of each 1024 numbers of a row, or of all if they are fewer."""
+    few = min(ROWS_AT_ONCE, -(-rows.shape[-1] // WIDTH))
+    return _run(_rows(_rows(rows, few * WIDTH), WIDTH))
 
 
 def _counts(bits: NDArray[np.uint8], numel: int, block: int) -> Whole:
-    """How many bits of each block are 1."""
+    """The number of ones in each block of bits."""
     if block % 8 == 0:
         return _sums(np.bitwise_count(bits), block // 8)
     return _sums(np.unpackbits(bits, count=numel, bitorder="little"), block)
@@ -144,10 +144,10 @@ def column_unsign(bits: Tensor, columns: int, means: Tensor, out: Tensor) -> Non
 
 
 def _infinities(bits: Tensor, out: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
-    """Stretches of `out`, each written: infinity for a bit of 1, and its opposite for 0, by a table of all bytes."""
+    """Blocks of `out`, filled with infinity for a 1 and -infinity for a 0, from a table of all bytes."""
     some, x = bits.numpy(), out.numpy()
     table = np.where(BITS, x.dtype.type(np.inf), x.dtype.type(-np.inf))
-    for start, piece in _stretches(out, length):
+    for start, piece in _blocks(out, length):
         stop = start + piece.numel() // 8 * 8
         np.take(table, some[start // 8 : stop // 8], axis=0, out=x[start:stop].reshape(-1, 8), mode="clip")
         rest = piece[stop - start :]
@@ -157,7 +157,7 @@ def _infinities(bits: Tensor, out: Tensor, length: int) -> Iterator[tuple[int, T
 
 
 def _bound(x: Tensor, low: Tensor, high: Tensor) -> None:
-    """What is infinite becomes the bound on its side: `where` takes ten times as long."""
+    """Replace -infinity by `low` and infinity by `high`: `where` takes ten times as long."""
     torch.maximum(x, low, out=x)
     torch.minimum(x, high, out=x)
 
@@ -166,18 +166,18 @@ def _bound(x: Tensor, low: Tensor, high: Tensor) -> None:
 
 
 def moments(x: Tensor) -> tuple[Tensor, float]:
-    """Of each chunk the sum and the sum of squares; and the largest |x|."""
+    """The sum and the sum of squares of each chunk, and the largest |x|."""
     sums = []
-    for _, piece in _stretches(x, STRETCH):
+    for _, piece in _blocks(x, CACHE_BLOCK):
         rows = _rows(piece, CHUNK)
         sums.append(torch.stack([folded(rows), folded(rows.square())], dim=1))
     return torch.cat(sums), float(x.abs().max())
 
 
 def norms(x: Tensor, bucket: int, kind: str) -> Tensor:
-    """The largest |x| of each bucket, or the root of the sum of squares if that is neither too small nor too large."""
+    """The largest |x| of each bucket, or its l2-norm if the sum of squares is neither too small nor too large."""
     found = []
-    for _, piece in _stretches(x, _whole(bucket)):
+    for _, piece in _blocks(x, _whole(bucket)):
         rows = _rows(piece, bucket)
         found.append(rows.abs().amax(1))
         if kind == "l2":
@@ -188,11 +188,11 @@ def norms(x: Tensor, bucket: int, kind: str) -> Tensor:
 
 
 def quantise(x: Tensor, bucket: int, norm: Tensor, limit: float, levels: int, bits: int, pair: Seeds) -> Tensor:
-    """The level of each number in its bucket, |x| counting as `limit` if it is more; level 0 has the code `levels`."""
+    """The code of each number's level in its bucket; |x| is clamped to `limit`, and level 0 has the code `levels`."""
     n, packed = np.where(norm.numpy() < TINY, norm.numpy().dtype.type(0), norm.numpy()), []
     s = n.dtype.type(levels)
     over = np.nextafter(np.divide(s, n, out=np.zeros_like(n), where=n > 0), n.dtype.type(np.inf)) * (n > 0)
-    for start, piece in _stretches(x, STRETCH):
+    for start, piece in _blocks(x, CACHE_BLOCK):
         v, many = piece.numpy(), (bucket, start, piece.numel())
         a = np.minimum(np.abs(v), n.dtype.type(limit)) * _repeated((n > 0).astype(n.dtype), *many)
         level = np.floor(np.minimum(a * _repeated(over, *many), s))
@@ -205,37 +205,37 @@ def quantise(x: Tensor, bucket: int, norm: Tensor, limit: float, levels: int, bi
 
 
 def dequantise(codes: Tensor, bucket: int, norm: Tensor, levels: int, bits: int, out: Tensor) -> bool:
-    """What the codes stand for; False, and nothing is written, if some stand for nothing."""
+    """Write the numbers of the codes; False, and nothing is written, if a code is out of range."""
     each = 8 // bits
     table = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (2**bits - 1)
     if (table > 2 * levels).any(1)[codes.numpy()].any():
         return False
     values, steps = (table - levels).astype(out.numpy().dtype), (norm / levels).numpy()
-    for start, piece in _stretches(out, STRETCH):
-        some = codes[start // each : (start + STRETCH) // each].numpy()
+    for start, piece in _blocks(out, CACHE_BLOCK):
+        some = codes[start // each : (start + CACHE_BLOCK) // each].numpy()
         level = values[some].reshape(-1)[: piece.numel()]
         np.multiply(level, _repeated(steps, bucket, start, piece.numel()), out=piece.numpy())
     return True
 
 
-# -- parts of the above --------------------------------------------------------------------------------
+# -- helpers of the above --------------------------------------------------------------------------------
 
 
 def folded(rows: Tensor) -> Tensor:
-    """The sums of rows, in the order of the kernels."""
-    return _fold(_lanes(rows))
+    """The sums of rows, added in the order of the kernels."""
+    return _fold(_partial_sums(rows))
 
 
-def _lanes(rows: Tensor) -> Tensor:
-    """The sums of each 64th number."""
-    return _run(_rows(rows, LANES))
+def _partial_sums(rows: Tensor) -> Tensor:
+    """64 sums, each of every 64th number."""
+    return _run(_rows(rows, WIDTH))
 
 
 def _run(rows: Tensor) -> Tensor:
-    """The sum over the last dimension but one, one after the other, as numpy does unless it is the last; never -0."""
+    """The sum over the last dimension but one, row after row (numpy adds so unless it is the last); never -0."""
     many = rows.shape[-2]
-    if 8 < many <= FEW and rows.shape[-1] == LANES:
-        return rows.sum(-2) + 0.0  # torch does so too, if rows are few and no shorter than this
+    if 8 < many <= ROWS_AT_ONCE and rows.shape[-1] == WIDTH:
+        return rows.sum(-2) + 0.0  # torch adds row after row too, if they are few and this long
     if many > 8:
         with np.errstate(over="ignore"):
             return torch.from_numpy(np.add.reduce(rows.numpy(), axis=-2)) + 0.0
@@ -245,15 +245,15 @@ def _run(rows: Tensor) -> Tensor:
     return total
 
 
-def _fold(lanes: Tensor) -> Tensor:
-    while lanes.shape[-1] > 1:
-        half = lanes.shape[-1] // 2
-        lanes = lanes[..., :half] + lanes[..., half:]
-    return lanes.squeeze(-1)
+def _fold(partial: Tensor) -> Tensor:
+    while partial.shape[-1] > 1:
+        half = partial.shape[-1] // 2
+        partial = partial[..., :half] + partial[..., half:]
+    return partial.squeeze(-1)
 
 
 def _rows(x: Tensor, length: int) -> Tensor:
-    """The last dimension as rows of that length, with zeros where the last one has no numbers."""
+    """The last dimension as rows of that length, the last one padded with zeros."""
     missing = -x.shape[-1] % length
     return (pad(x, (0, missing)) if missing else x).reshape(*x.shape[:-1], -1, length)
 
@@ -263,17 +263,17 @@ def _mean(total: Tensor, count: Tensor) -> Tensor:
 
 
 def _whole(length: int) -> int:
-    """As many numbers as fit into the cache, if they come in so many at a time."""
-    return max(1, STRETCH // length) * length
+    """The largest multiple of `length` that fits into the cache, or `length` itself."""
+    return max(1, CACHE_BLOCK // length) * length
 
 
-def _stretches(x: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
+def _blocks(x: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:
     for start in range(0, x.numel(), length):
         yield start, x[start : start + length]
 
 
 def _repeated(values: NDArray[Any], bucket: int, start: int, count: int) -> NDArray[Any]:
-    """The value of its bucket for each of some numbers."""
+    """For each number from `start` on the value of its bucket."""
     first, last = start // bucket, (start + count - 1) // bucket + 1
     edges = (np.arange(first, last + 1) * bucket).clip(start, start + count)
     return np.repeat(values[first:last], np.diff(edges))

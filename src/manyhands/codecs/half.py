@@ -11,7 +11,7 @@ is sent later. NaN stays NaN.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from manyhands.codecs.payload import expect
+from manyhands.core.codec import Codec, CodecTraits
 from manyhands.core.errors import refuse_unless
 
 FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -34,29 +35,33 @@ class Half:
 
     kind: Literal["fp16", "bf16"] = "fp16"
     by_parameter: ClassVar[bool] = False
+    traits: ClassVar[CodecTraits] = CodecTraits()
 
     def __post_init__(self) -> None:
         refuse_unless(self.kind in FORMATS, "kind", self.kind, "one of " + ", ".join(FORMATS))
 
     def memory(self, like: Tensor) -> None:
-        """Nothing; wrap it in `Feedback` to remember what rounding lost."""
+        """No memory; `Feedback` around it remembers the rounding error."""
         return None
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """Round and saturate."""
+        """Round, and saturate at the largest finite number."""
         dtype = FORMATS[self.kind]
         limit = torch.finfo(dtype).max
         return (x.to(dtype, copy=True).clamp_(-limit, limit),)
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
-        """Cast back."""
+        """Cast to the dtype of `out`."""
         (x,) = expect(payload, (out.numel(), FORMATS[self.kind]))
         out.copy_(x.view(out.shape))
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """Half of the last digit."""
+        """Half a unit in the last place."""
         return torch.finfo(FORMATS[self.kind]).eps / 2
 
     def nbytes(self, like: Tensor) -> int:
-        """Two per number."""
+        """Two bytes per number."""
         return 2 * like.numel()
+
+
+EXAMPLES: Mapping[str, Codec] = {"half(fp16)": Half("fp16"), "half(bf16)": Half("bf16")}

@@ -1,14 +1,15 @@
-"""Random numbers that follow from a place: any of them can be computed by itself, here or in C.
+"""Counter-based random numbers: each follows from its index alone, here and in C.
 
-    h = place * 2654435761 + seed            all of this modulo 2^32
+    h = index * 2654435761 + seed            all of this modulo 2^32
     h = (h ^ h >> 16) * 0x85ebca6b
     h = (h ^ h >> 13 ^ other) * 0xc2b2ae35
     u = (h ^ h >> 16) >> 8                   24 bits, so that a float32 holds them; u < p 2^24 with probability p
 
-Reference: A. Appleby, "MurmurHash3", 2011, https://github.com/aappleby/smhasher: how it mixes the bits of a number.
+Reference: A. Appleby, "MurmurHash3", 2011, https://github.com/aappleby/smhasher: its
+finalizer, which mixes the bits of a number.
 
-Where we differ: the second seed comes in between its two multiplications, so that two seeds are never a shift of one
-another's numbers.
+Where we differ: a second seed enters between the two multiplications, so that the numbers of one seed are never those
+of another one, shifted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 Seeds = tuple[int, int]
 
 STEPS = np.float32(2**24)
-"""How many numbers there are."""
+"""How many different values u has."""
 
 
 def seeds() -> Seeds:
@@ -32,7 +33,7 @@ def seeds() -> Seeds:
 
 
 def uniform(pair: Seeds, first: int, count: int) -> NDArray[np.float32]:
-    """The whole numbers u of that many places from the first on."""
+    """The integers u of `count` indices, from `first` on."""
     seed, other = (np.uint32(word) for word in pair)
     h = np.arange(first, first + count).astype(np.uint32)
     h *= np.uint32(0x9E3779B1)
@@ -48,7 +49,7 @@ def uniform(pair: Seeds, first: int, count: int) -> NDArray[np.float32]:
 
 
 def rounded(y: NDArray[Any], u: NDArray[np.float32]) -> NDArray[Any]:
-    """y or the whole number above it, such that the mean over all u is y."""
+    """floor(y) or floor(y) + 1, such that the mean over all u is y."""
     low: NDArray[Any] = np.floor(y)
     low += u < (y - low) * STEPS
     return low

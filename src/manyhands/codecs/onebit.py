@@ -8,33 +8,34 @@
                 -4  5               0 1                                        -4   5/2
                  0 -1               1 0                                        4/3 -3/2
 
-The two means make the squared error of a column least, and its sum is what it was. A column of nn.Linear's weight,
+The two means minimise the squared error of a column and preserve its sum. A column of nn.Linear's weight,
 which is [out, in], belongs to one input. Biased: use it inside `Feedback`.
 
 Reference: F. Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
 of Speech DNNs", 2014, https://www.isca-archive.org/interspeech_2014/seide14_interspeech.html.
 
-Where we differ: what is no matrix, or a matrix of which there is only a stretch, is cut into blocks that are treated
-like columns. A block is as long as a column of a large matrix, 4096: its means cost almost nothing, 1/64 of a bit for a
-number. Shorter ones follow the sizes of their numbers more closely, but with feedback that is not needed: with 256
-(1/4 bit each) `onebit_sgd` learns no better.
+Where we differ: a parameter that is not a matrix, or of which the span holds only a part, is cut into blocks that are
+treated like columns. A block is as long as a column of a large matrix, 4096: its two means cost 1/64 bit per number.
+Shorter blocks fit their numbers more closely, but feedback makes that unnecessary: with 256 (1/4 bit per number)
+`onebit_sgd` learns no better.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from manyhands.codecs.native import column_signs, column_unsign, signs, unsign
 from manyhands.codecs.payload import check_finite, check_spare, expect, row, row_of, wide
+from manyhands.codecs.vector_kernels import column_signs, column_unsign, signs, unsign
+from manyhands.core.codec import Codec, CodecTraits
 from manyhands.core.errors import BadPayload, refuse_unless
 
 BLOCK = 4096
-"""Numbers that share two means where there are no columns."""
+"""Numbers that share two means in a row without columns."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +43,35 @@ class OneBit:
     """A bit for each number.
 
     Args:
-        block: how many neighbours share two means; 0: columns of matrices do, and 4096 neighbours elsewhere.
+        block: how many neighbours share two means; 0: the columns of a matrix, and 4096 neighbours of any other tensor.
     """
 
     block: int = 0
     by_parameter: ClassVar[bool] = True
+    traits: ClassVar[CodecTraits] = CodecTraits()
 
     def __post_init__(self) -> None:
         refuse_unless(self.block >= 0, "block", self.block, ">= 0")
 
     def memory(self, like: Tensor) -> None:
-        """Nothing; wrap it in `Feedback` to remember what was lost."""
+        """No memory; `Feedback` around it remembers the rounding error."""
         return None
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """The bits of all numbers, eight in a byte, and the means: all u0, then all u1."""
+        """The bits of all numbers, eight per byte, and the means: all u0, then all u1."""
         columns = self._columns(x)
         if not x.numel():
             return torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=wide(x.dtype))
         return column_signs(row(x), len(x), columns) if columns else signs(row(x), self._block(x))
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
-        """Means instead of bits."""
+        """The mean that each bit selects."""
         groups, columns = self._groups(out), self._columns(out)
         bits, means = expect(payload, (-(-out.numel() // 8), torch.uint8), (2 * groups, wide(out.dtype)))
         check_finite(means)
         check_spare(bits, out.numel(), 1, 0)
         if bool((means[:groups] > 0).any()) or bool((means[groups:] < 0).any()):
-            raise BadPayload("a mean of negative numbers came that is positive, or the other way round")
+            raise BadPayload("a mean of negative numbers is positive, or a mean of positive ones negative")
         with row_of(out) as plain:
             if columns:
                 column_unsign(bits, len(out), columns, means, plain)
@@ -81,14 +83,17 @@ class OneBit:
         return -(-like.numel() // 8) + 2 * self._groups(like) * wide(like.dtype).itemsize
 
     def _columns(self, x: Tensor) -> int:
-        """How many columns are treated as such; 0 if blocks are."""
+        """The number of columns that share means; 0 if blocks do."""
         columns = x.numel() // len(x) if x.dim() > 1 and x.numel() else 0
         return columns if columns > 1 and not self.block else 0
 
     def _block(self, x: Tensor) -> int:
-        """How many neighbours share two means: a matrix of one column is a block by itself."""
+        """The length of a block; a matrix of one column is one block."""
         return self.block or (BLOCK if x.dim() < 2 else max(1, x.numel()))
 
     def _groups(self, x: Tensor) -> int:
-        """How many pairs of means there are."""
+        """The number of pairs of means."""
         return self._columns(x) or -(-x.numel() // self._block(x))
+
+
+EXAMPLES: Mapping[str, Codec] = {"one bit": OneBit(), "one bit in blocks": OneBit(100)}

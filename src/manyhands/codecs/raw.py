@@ -1,11 +1,11 @@
-"""Raw: send the numbers as they are.
+"""Raw: send the numbers unchanged.
 
 payload = x                   decode = copy
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manyhands.codecs.payload import expect
+from manyhands.core.codec import Codec, CodecTraits
 
 
 @dataclass(frozen=True)
@@ -20,28 +21,32 @@ class Raw:
     """No compression; the payload is the vector itself, not a copy."""
 
     by_parameter: ClassVar[bool] = False
+    traits: ClassVar[CodecTraits] = CodecTraits()
 
     def memory(self, like: Tensor) -> None:
-        """Nothing is lost, so there is nothing to remember."""
+        """No memory: nothing is lost."""
         return None
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """The vector itself."""
+        """The vector itself, not a copy."""
         return (x,)
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
-        """Copy."""
+        """Copy the payload into `out`."""
         (x,) = expect(payload, (out.numel(), out.dtype))
         out.copy_(x.view(out.shape))
 
     def plain(self, payload: Sequence[Tensor]) -> Tensor:
-        """The vector as it lies in the payload: whoever only reads it needs no copy."""
+        """The vector inside the payload: a reader needs no copy."""
         return payload[0]
 
     def rounding(self, dtype: torch.dtype) -> float:
-        """Nothing changes."""
+        """0: no number changes."""
         return 0.0
 
     def nbytes(self, like: Tensor) -> int:
-        """All of them."""
+        """The bytes of the vector."""
         return like.nbytes
+
+
+EXAMPLES: Mapping[str, Codec] = {"raw": Raw()}

@@ -1,8 +1,8 @@
-"""Streams of bits: numbers of different lengths one after the other, and how to find where each begins.
+"""Bit streams: codes of different lengths one after the other, and how to find where each begins.
 
-written     highest bit first, the first bit of the stream in the lowest of its first byte
-windows     at every place the whole number that the next 32 bits are: any field can be cut out of one
-chain       where each item begins, if at every place it is known where the next would: places 0, next[0], ...
+written     highest bit of a code first; the first bit of the stream is the lowest bit of its first byte
+windows     for every bit the integer made of the 32 bits that begin there, of which any field is a part
+chain       where each item begins, given for every bit where the next item would begin: 0, next[0], next[next[0]], ...
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from torch import Tensor
 from manyhands.core.errors import BadPayload
 
 Whole = NDArray[np.int64]
-"""Numbers."""
 Bits = NDArray[np.uint8]
-"""0 or 1 each."""
+"""Each 0 or 1."""
 
 SOME = 2**16
-"""Numbers that are written at a time."""
+"""Codes that are written at a time."""
 
 
 def written(codes: Whole, lengths: Whole) -> Bits:
-    """The bits of numbers, so many of each; all bits of -1 are 1, however many they are."""
+    """The lowest `lengths` bits of each code; -1 has any number of ones."""
     found = [np.empty(0, np.uint8)]
     for start in range(0, len(codes), SOME):
         length = lengths[start : start + SOME]
@@ -36,22 +35,22 @@ def written(codes: Whole, lengths: Whole) -> Bits:
 
 
 def interleaved(*rows: Whole) -> Whole:
-    """The first of each row, then the second of each, and so on."""
+    """The first number of each row, then the second of each, and so on."""
     return np.stack(rows, axis=1).reshape(-1)
 
 
 def to_bytes(bits: Bits) -> Tensor:
-    """Eight in one."""
+    """Bits packed into bytes, eight in each."""
     return torch.from_numpy(np.packbits(bits, bitorder="little"))
 
 
 def from_bytes(stream: Tensor) -> Bits:
-    """All bits of a stream, those too that fill up its last byte."""
+    """All bits of a stream, with the padding of its last byte."""
     return np.unpackbits(stream.cpu().numpy(), bitorder="little")
 
 
 def windows(bits: Bits) -> Whole:
-    """The number that the 32 bits from each place on are, as if zeros followed the last."""
+    """For every bit the integer of the 32 bits that begin there; the stream is padded with zeros."""
     found = np.concatenate([bits.astype(np.int64), np.zeros(32, np.int64)])
     for width in 1, 2, 4, 8, 16:
         found[:-width] = found[:-width] << width | found[width:]
@@ -59,16 +58,16 @@ def windows(bits: Bits) -> Whole:
 
 
 def chain(following: Whole, count: int) -> tuple[Whole, int]:
-    """The first places of a chain, as many as that and no further than it reaches, and where the next one is."""
-    where: list[int] = []
-    place, after = 0, following.tolist()
-    while len(where) < count and place < len(after):
-        where.append(place)
-        place = after[place]
-    return np.array(where, np.int64), place
+    """Where the first `count` items begin, or fewer if the chain leaves the array; and where the next one would."""
+    starts: list[int] = []
+    index, after = 0, following.tolist()
+    while len(starts) < count and index < len(after):
+        starts.append(index)
+        index = after[index]
+    return np.array(starts, np.int64), index
 
 
 def check_end(bits: Bits, end: int) -> None:
-    """Refuse a stream that does not end where the last byte does, filled up with zeros."""
+    """Refuse a stream that does not end in its last byte, padded with zeros."""
     if end > len(bits) or len(bits) - end > 7 or bits[end:].any():
-        raise BadPayload(f"a stream of {len(bits)} bits came, but its numbers end at {end}")
+        raise BadPayload(f"a stream has {len(bits)} bits, but its numbers end at bit {end}")

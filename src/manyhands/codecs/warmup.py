@@ -1,10 +1,14 @@
 """Warm-up: at the beginning of a run a larger fraction of the numbers is sent.
 
-    stages i = 0, 1, ... of the first steps, equally long:   fraction = first^(i + 1), and no less than the codec's own
+    stages i = 0, 1, ... of the first steps, equally long:   fraction = first^(i + 1), and at least the codec's own
     afterwards:                                              the codec's own
 
         first = 1/4, own 0.001, 5 stages      sent   25 %   6.25 %   1.5625 %   0.39 %    0.1 %     and so on
                                       left out       75 %  93.75 %  98.4375 %  99.61 %   99.9 %
+
+A payload says by its size which stage has encoded it: fractions fall, so each stage has a largest payload, and the
+smallest stage that the payload fits decodes it. Two stages with the same largest payload select equally many numbers,
+and the pairs of indices and values mean the same in all of them.
 
 Reference: Y. Lin et al., "Deep Gradient Compression", 2018, https://arxiv.org/abs/1712.01887, section 3.3.
 
@@ -13,15 +17,19 @@ Where we differ: stages are counted in a worker's steps, not in epochs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor
 
-from manyhands.codecs.kinds import Thins, surround
-from manyhands.core.errors import BadPayload, refuse_unless
-from manyhands.core.protocols import Codec
+from manyhands.codecs.dgc import Dgc
+from manyhands.codecs.feedback import Feedback
+from manyhands.codecs.topk import TopK
+from manyhands.codecs.wrapping import refuse_warmup
+from manyhands.core.codec import Codec, CodecTraits, Thins, Wraps, most_bytes
+from manyhands.core.errors import refuse_unless
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,9 @@ class WarmUp:
 
     Args:
         codec: topk() or sampledtopk(), or one around them, such as feedback(topk()) or dgc().
-        steps: of a worker, until it is as it stays.
+        steps: how many steps of a worker the warm-up takes.
         first: the fraction of the first stage.
-        stages: how many there are.
+        stages: how many stages the warm-up has.
     """
 
     codec: Codec
@@ -45,56 +53,72 @@ class WarmUp:
         refuse_unless(0 < self.first <= 1, "first", self.first, "> 0 and <= 1")
         refuse_unless(self.stages >= 1, "stages", self.stages, ">= 1")
         bound = "one that keeps a fraction of the numbers, such as feedback(topk())"
-        refuse_unless(_within(self.codec) is not None, "codec", self.codec, bound)
-        surround(self, self.thinned(0))
+        refuse_unless(_thinning(self.codec) is not None, "codec", self.codec, bound)
+        refuse_warmup(self.codec)
 
     @property
     def by_parameter(self) -> bool:
-        """As the codec's."""
+        """As the codec inside."""
         return self.codec.by_parameter
 
-    def at(self, step: int) -> Codec:
-        """What encodes in this step, from 0."""
-        return self.thinned(step * self.stages // self.steps) if 0 <= step < self.steps else self.codec
+    @property
+    def traits(self) -> CodecTraits:
+        """Those of the codec inside."""
+        return self.codec.traits
 
-    def thinned(self, stage: int) -> Codec:
-        """What encodes in a stage."""
-        own = _within(self.codec)
-        assert own is not None
-        return _thinned(self.codec, max(own.fraction, self.first ** (stage + 1)))
+    def at(self, step: int) -> Codec:
+        """The codec that encodes in this step, from 0."""
+        return self._stages[step * self.stages // self.steps] if 0 <= step < self.steps else self.codec
+
+    @cached_property
+    def _stages(self) -> tuple[Codec, ...]:
+        """The codec of each stage, with falling fractions."""
+        inner = _thinning(self.codec)
+        assert inner is not None
+        fractions = [max(inner.fraction, self.first ** (stage + 1)) for stage in range(self.stages)]
+        return tuple(_with_fraction(self.codec, fraction) for fraction in fractions)
 
     def memory(self, like: Tensor) -> Tensor | None:
-        """The codec's own."""
+        """That of the codec inside, in every stage."""
         return self.codec.memory(like)
 
     def encode(self, x: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """As when it has warmed up; before, `at` says what encodes."""
+        """As after the warm-up; during it, use `at`."""
         return self.codec.encode(x, memory)
 
     def decode(self, payload: Sequence[Tensor], out: Tensor) -> None:
-        """What any of the stages has made."""
-        for stage in reversed(range(self.stages)):
-            try:
-                return self.thinned(stage).decode(payload, out)
-            except BadPayload:
-                continue
-        self.codec.decode(payload, out)
+        """Decode by the smallest stage that a payload of this size fits."""
+        size = sum(tensor.nbytes for tensor in payload)
+        smallest_first = (self.codec, *reversed(self._stages))
+        fitting = (codec for codec in smallest_first if size <= most_bytes(codec, out))
+        next(fitting, self._stages[0]).decode(payload, out)
 
     def nbytes(self, like: Tensor) -> int:
-        """As when it has warmed up."""
+        """As after the warm-up."""
         return self.codec.nbytes(like)
 
+    def most(self, like: Tensor) -> int:
+        """The largest payload of the first stage."""
+        return most_bytes(self._stages[0], like)
 
-def _within(codec: object) -> Thins | None:
-    """The codec that has the fraction, whatever is around it."""
-    while not isinstance(codec, Thins) and hasattr(codec, "codec"):
+
+def _thinning(codec: object) -> Thins | None:
+    """The codec that has the fraction, inside any number of others."""
+    while not isinstance(codec, Thins) and isinstance(codec, Wraps):
         codec = codec.codec
     return codec if isinstance(codec, Thins) else None
 
 
-def _thinned(codec: Codec, fraction: float) -> Codec:
+def _with_fraction(codec: Codec, fraction: float) -> Codec:
     """The same codec with another fraction inside."""
     if isinstance(codec, Thins):
         return codec.with_fraction(fraction)
     outer = cast(Any, codec)
-    return cast(Codec, replace(outer, codec=_thinned(outer.codec, fraction)))
+    return cast(Codec, replace(outer, codec=_with_fraction(outer.codec, fraction)))
+
+
+EXAMPLES: Mapping[str, Codec] = {
+    "warm-up": WarmUp(TopK(0.01), 10),
+    "warm-up with feedback": WarmUp(Feedback(TopK(0.01)), 10),
+    "warm-up of dgc": WarmUp(Dgc(), 9),
+}

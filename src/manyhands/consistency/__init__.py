@@ -1,4 +1,4 @@
-"""When do workers agree?"""
+"""When do workers agree? Rules by which a shard applies gradients and serves weights."""
 
 from manyhands.consistency.bulk import Bulk
 from manyhands.consistency.free import Free

@@ -1,14 +1,15 @@
-"""Bulk: everybody waits for everybody (Valiant's supersteps).
+"""Bulk: every worker waits for all others (bulk synchronous parallel, Valiant's supersteps).
 
-ready  all alive have pushed        admit  my own gradient has been applied
+ready  all alive have pushed        admit  the worker's own gradient has been applied
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from manyhands.core.protocols import Standing
+from manyhands.core.consistency import Consistency, WorkerClock
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,12 @@ class Bulk:
     tolerates_loss: ClassVar[bool] = False
 
     def ready(self, pending: int, alive: int) -> bool:
-        """Everyone's gradient is there."""
+        """Whether every worker's gradient is pending."""
         return pending >= max(alive, 1)
 
-    def admit(self, me: Standing) -> bool:
-        """My gradient has been applied."""
+    def admit(self, me: WorkerClock) -> bool:
+        """Whether this worker's gradient has been applied."""
         return not me.waiting
+
+
+EXAMPLES: Mapping[str, Consistency] = {"bulk": Bulk()}

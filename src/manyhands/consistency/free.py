@@ -1,19 +1,20 @@
-"""Free: nobody waits for anybody.
+"""Free: no worker waits for another.
 
 ready  at once                      admit  always
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from manyhands.core.protocols import Standing
+from manyhands.core.consistency import Consistency, WorkerClock
 
 
 @dataclass(frozen=True)
 class Free:
-    """Total asynchrony: every gradient is applied in full when it comes."""
+    """Total asynchrony: every gradient is applied in full when it is received."""
 
     scope: ClassVar[Literal["shard", "job"]] = "shard"
     merges: ClassVar[bool] = False
@@ -21,9 +22,12 @@ class Free:
     tolerates_loss: ClassVar[bool] = True
 
     def ready(self, pending: int, alive: int) -> bool:
-        """Any gradient will do."""
+        """Whether any gradient is pending."""
         return pending >= 1
 
-    def admit(self, me: Standing) -> bool:
-        """Whoever asks may read."""
+    def admit(self, me: WorkerClock) -> bool:
+        """Always."""
         return True
+
+
+EXAMPLES: Mapping[str, Consistency] = {"free": Free()}

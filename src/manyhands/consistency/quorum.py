@@ -1,22 +1,24 @@
-"""Quorum: an update needs the gradients of some, not of all.
+"""Quorum: an update needs the gradients of some workers, not of all.
 
             accept               ready               admit             known as
 fresh       lag = 0, not again   min(k, alive)       not waiting       backup workers, K-sync
   and any   lag = 0              min(k, alive)       yes               K-batch-sync
-late        not again            min(k, alive)       not waiting       K-async
+stale       not again            min(k, alive)       not waiting       K-async
   and any   yes                  min(k, alive)       yes               K-batch-async, softsync
 
-What is not accepted is dropped; its worker reads and goes on. Where it matters whose gradients make an update, the
-first shard decides, and the others apply those of the same workers.
+A gradient that is not accepted is dropped; its worker reads and continues. If it matters which workers' gradients make
+an update, the first shard selects them, and the others apply those of the same workers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar, Literal
 
+from manyhands.core.consistency import Consistency, WorkerClock
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import Standing
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class Quorum:
     Args:
         k: how many gradients make an update.
         spare: how many workers are not waited for.
-        parts: how many updates share the gradients that all workers bring in one step each.
+        parts: how many updates share the gradients of one step of all workers.
         fresh: whether a gradient must have been computed at the newest weights.
-        distinct: whether a worker has only one gradient in an update, and waits for it to be applied.
+        distinct: whether a worker has at most one gradient in an update, and waits until it is applied.
     """
 
     k: int | None = None
@@ -47,11 +49,11 @@ class Quorum:
 
     @property
     def scope(self) -> Literal["shard", "job"]:
-        """Only if all gradients are alike, any of them will do."""
+        """ "job" if it matters which workers' gradients make an update."""
         return "job" if self.fresh or self.distinct else "shard"
 
     def among(self, workers: int) -> Quorum:
-        """How many that are, of so many workers."""
+        """With k for this number of workers."""
         refuse_unless(self.k is None or self.k <= workers, "k", self.k, f"<= {workers}, the number of workers")
         backups = "the number of backup workers"
         refuse_unless(self.spare < workers, backups, self.spare, f"< {workers}, the number of workers")
@@ -59,17 +61,23 @@ class Quorum:
         return replace(self, k=max(1, k))
 
     def accept(self, lag: int, again: bool) -> bool:
-        """Stale gradients, and second ones, may be dropped."""
+        """Drops stale gradients if `fresh`, and a second one of a worker if `distinct`."""
         return not (self.fresh and lag) and not (self.distinct and again)
 
     def most(self, workers: int) -> int:
-        """One of each worker, or k of whomever."""
+        """One of each worker, or k of any workers."""
         return workers if self.distinct else self.k or workers
 
     def ready(self, pending: int, alive: int) -> bool:
-        """k are there, or as many as there can be."""
+        """Whether k gradients are pending, or one of each worker that is alive."""
         return pending >= max(1, min(self.k or alive, alive))
 
-    def admit(self, me: Standing) -> bool:
-        """My gradient has been applied, if I may have only one."""
+    def admit(self, me: WorkerClock) -> bool:
+        """Whether this worker's gradient has been applied, if `distinct`; else always."""
         return not (self.distinct and me.waiting)
+
+
+EXAMPLES: Mapping[str, Consistency] = {
+    f"quorum({k}{', fresh' * fresh}{', distinct' * distinct})": Quorum(k, fresh=fresh, distinct=distinct)
+    for k, fresh, distinct in product((1, 2), (True, False), (True, False))
+}

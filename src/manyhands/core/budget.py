@@ -1,15 +1,15 @@
 """Budget: how long a job trains, counted in samples.
 
-`steps` counts updates of size replicas x batch: a job ends when it has consumed steps x replicas x
-batch_size samples. Workers that move in lock step take `steps` mini-batches each; all others draw from
-one common budget, so that a fast worker does the work a slow one cannot.
+`steps` counts updates of size replicas x batch: a job ends when it has consumed steps x replicas x batch_size samples.
+Workers in lock step take `steps` mini-batches each. All other workers draw from one common budget, so that a fast
+worker does more of the work than a slow one.
 
-A run that is to be saved now and then is a row of segments, each with a budget of its own: at the end of one nobody is
-granted anything any more, so everyone comes to rest, the state is saved, and the next one begins.
+A run that is saved or evaluated from time to time consists of segments, each with a budget of its own. When the budget
+of a segment is used up, all workers pause and the state is saved; then the next segment begins.
 
-A worker that comes later enters the stretch that is under way: neither before somebody has begun it, nor after it is
-used up, so that it never meets the others at rest. Whoever is granted nothing any more knows who has entered, and that
-they are all there: it waits for those who are still on their way.
+A worker that joins later enters the current segment, after its first grant and before its last one, so that it never
+joins during a pause. When `grant` returns False, `arrivals` lists all workers that have entered the segment, and they
+are all set up: `grant` waits for those that are still joining.
 """
 
 from __future__ import annotations
@@ -18,48 +18,48 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from manyhands.core.protocols import Tag, Transport
+from manyhands.core.port import Tag, Transport
 
 NOTHING = Tag("nothing", carries="nothing")
 PAUSE = 1e-3
-"""Seconds between two looks at those who come."""
+"""Seconds between two checks for workers that join."""
 
 
 class Budget(Protocol):
-    """Grants mini-batches."""
+    """Decides how many mini-batches the workers take in one segment."""
 
     stopped: bool
-    """Whether it was closed before it was used up, because the run is to stop."""
+    """Whether it was closed before it was used up, because the run is stopped early."""
     arrivals: Sequence[int]
-    """Who has come while it was under way; all are known once it is used up."""
+    """The ranks that have joined in this segment; complete once `grant` returns False."""
 
     def grant(self, transport: Transport) -> bool:
-        """May this rank take one more mini-batch?"""
+        """Whether this rank may take one more mini-batch."""
 
 
 @runtime_checkable
-class Open(Budget, Protocol):
-    """A budget that others may come to."""
+class JoinableBudget(Budget, Protocol):
+    """A budget of a segment that workers may join."""
 
     def enter(self, transport: Transport) -> int | None:
-        """Come in while it is under way; says how much of it is taken. None if it is used up."""
+        """Join once the segment has begun; how many mini-batches have been granted. None if it is used up."""
 
     def arrived(self, transport: Transport) -> None:
-        """Whoever has come in is ready to work."""
+        """Report that this rank, after `enter`, is set up and ready to work."""
 
 
-def pause(transport: Transport, until: float = PAUSE) -> None:
-    """Let some time pass, and others work."""
-    transport.recv(NOTHING, frm=transport.rank, timeout=until)
+def pause(transport: Transport, seconds: float = PAUSE) -> None:
+    """Wait while other ranks and activities run."""
+    transport.recv(NOTHING, frm=transport.rank, timeout=seconds)
 
 
-def await_arrivals(transport: Transport, coming: Callable[[], Collection[int]]) -> None:
-    """Wait until nobody who is still there is on its way."""
-    while not set(transport.peers("worker")).isdisjoint(coming()):
+def await_arrivals(transport: Transport, joining: Callable[[], Collection[int]]) -> None:
+    """Wait until no living worker is between `enter` and `arrived`; `joining` lists those that are."""
+    while not set(transport.peers("worker")).isdisjoint(joining()):
         pause(transport)
 
 
-class Each:
+class FixedSteps:
     """The same number of mini-batches for every rank."""
 
     stopped = False
@@ -70,33 +70,34 @@ class Each:
         self._taken: dict[int, int] = {}
 
     def grant(self, transport: Transport) -> bool:
-        """Whether this rank has not had all its mini-batches."""
+        """Whether this rank has mini-batches left."""
         taken = self._taken.get(transport.rank, 0)
         self._taken[transport.rank] = taken + 1
         return taken < self._steps
 
 
 class Segment(NamedTuple):
-    """A stretch of a run; `stop` is the step, counted in updates of size replicas x batch, at which it ends."""
+    """A part of a run; `stop` is the step, counted in updates of size replicas x batch, at which it ends."""
 
     stop: int
     budget: Budget
     saves: bool = True
-    """Whether a checkpoint is due then."""
+    """Whether it ends with a checkpoint."""
     evaluates: bool = False
-    """Whether the weights are to be evaluated then."""
+    """Whether it ends with an evaluation of the weights."""
 
 
 def segments(
     start: int, steps: int, every: int | None, budget: Callable[[int], Budget], evaluate_every: int | None = None
 ) -> list[Segment]:
-    """From `start` to `steps`, cut at the multiples of both; `budget` makes one for a number of steps.
+    """The segments from `start` to `steps`, cut at the multiples of `every` and `evaluate_every`.
 
-    What is due at the end is a checkpoint: the weights that a run ends with are evaluated by whoever asked for it.
+    `budget` makes the budget for a number of steps. The last segment ends with a checkpoint but without an evaluation:
+    the caller evaluates the final weights.
     """
-    due, looks = ({*range(0, steps, often)} if often else set() for often in (every, evaluate_every))
-    stops = [*sorted(cut for cut in due | looks if cut > start), steps]
+    saves, evaluations = ({*range(0, steps, often)} if often else set() for often in (every, evaluate_every))
+    stops = [*sorted(stop for stop in saves | evaluations if stop > start), steps]
     return [
-        Segment(stop, budget(stop - begin), stop in due or stop == steps, stop in looks)
+        Segment(stop, budget(stop - begin), stop in saves or stop == steps, stop in evaluations)
         for begin, stop in pairwise([start, *stops])
     ]

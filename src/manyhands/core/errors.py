@@ -1,4 +1,4 @@
-"""Everything that can go wrong by contract, each with the facts a person needs to act on it."""
+"""The errors of the library, each with the facts that are needed to act on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class ManyhandsError(Exception):
-    """Root of the errors this library raises on purpose."""
+    """Base class of the errors this library raises on purpose."""
 
 
 class Refused(ManyhandsError, ValueError):
@@ -15,7 +15,7 @@ class Refused(ManyhandsError, ValueError):
 
 
 class PeerLost(ManyhandsError):
-    """A rank died, was stopped or cut off; `why` says which, or "left" after a clean exit."""
+    """A rank died, was stopped or was cut off; `why` says which, or "left" after a clean exit."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} is lost: {why}")
@@ -24,7 +24,7 @@ class PeerLost(ManyhandsError):
 
 
 class ChangedInFlight(ManyhandsError):
-    """A sender wrote into a tensor that it had lent and that its receiver had not released yet."""
+    """A sender changed a tensor that it had sent and that the receiver had not released yet."""
 
     def __init__(self, rank: int, tag: object) -> None:
         super().__init__(f"rank {rank} changed a tensor sent as {tag} before its receiver released it")
@@ -33,15 +33,15 @@ class ChangedInFlight(ManyhandsError):
 
 
 class Deadlock(ManyhandsError):
-    """Nobody can ever go on; the message lists who waits for what."""
+    """All ranks wait and none can continue; the message lists which rank waits for what."""
 
 
 class MayNotWait(ManyhandsError):
-    """A wait inside a backward pass or under a torch mode that would leak into another rank."""
+    """A rank waited inside a backward pass, or under a torch mode that would leak into another rank."""
 
 
 class Diverged(ManyhandsError):
-    """A loss, or a number to be sent, that is not finite; the run stops and names where it was seen."""
+    """A loss, or a number to be sent, is not finite; the message names the rank and the step."""
 
     def __init__(self, rank: int, step: int, loss: float, what: str = "the loss") -> None:
         super().__init__(f"{what} is {loss} on rank {rank} at step {step}: training diverged (try a smaller lr)")
@@ -52,17 +52,17 @@ class Diverged(ManyhandsError):
 
 
 class BadPayload(ManyhandsError):
-    """What came in cannot be what a codec has made: of the wrong length or kind, or out of range."""
+    """A received payload is not the output of its codec: wrong length or dtype, or out of range."""
 
 
 def refuse_unless(holds: bool, name: str, value: object, bound: str) -> None:
-    """Refuse `value` of setting `name` unless `holds`; the one wording of all such messages."""
+    """Refuse `value` of setting `name` unless `holds`; all such messages are worded here."""
     if not holds:
         raise Refused(f"{name} is {value}, but must be {bound}")
 
 
 def unknown(kind: str, given: str, known: Iterable[str]) -> Refused:
-    """The refusal of a name that does not exist; it offers the nearest ones, or else all."""
+    """The refusal of an unknown name; it suggests similar names, or lists all."""
     names = {name.lstrip("-"): name for name in known}
     near = [names[name] for name in get_close_matches(given.lstrip("-").lower(), names)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names.values()) or 'none'}"

@@ -1,4 +1,4 @@
-"""Fields: what a user hands to one step, by place or by name; and the task made of a model and a loss alone.
+"""Fields: what a user passes to one step, by position or by name; and the task made of a model and a loss alone.
 
 step(x, y)          loss(model(x), y)              the last field is the target
 step(x, y, mask=m)  loss(model(x, mask=m), y)      the last one without a name
@@ -18,20 +18,20 @@ from manyhands.core.task import Task
 
 
 class Fields(tuple[Any, ...]):
-    """A mini-batch whose last fields may have names."""
+    """A mini-batch as a tuple; the last of its fields may have names."""
 
     names: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, fields: tuple[Any, ...], named: Mapping[str, Any]) -> Fields:
-        """Those without a name first."""
-        both = cls((*fields, *named.values()))
-        both.names = tuple(named)
-        return both
+        """Positional fields, then named ones."""
+        batch = cls((*fields, *named.values()))
+        batch.names = tuple(named)
+        return batch
 
     @property
     def samples(self) -> int:
-        """How many samples there are, counted in the first field."""
+        """The number of samples: the length of the first field."""
         try:
             return len(self[0])
         except (IndexError, TypeError):
@@ -40,25 +40,25 @@ class Fields(tuple[Any, ...]):
 
 
 class OwnTask(Task):
-    """A loss for `Fields`; there is no data, since that is the user's business."""
+    """The task of a user's own loop: a model and a loss for `Fields`. The user's loop supplies the data."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
         super().__init__(model=lambda: model, data=(None,), loss=loss, name="own loop")
 
     def loss_of(self, model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
-        """Run the model on one mini-batch and say how wrong it was."""
+        """Run the model on one mini-batch; the loss, refused if it is not a tensor of one number."""
         names = batch.names if isinstance(batch, Fields) else ()
         fields, named = list(batch[: len(batch) - len(names)]), dict(zip(names, batch[-len(names) :], strict=False))
         if self.loss is None:
-            return _number(model(*fields, **named))
+            return _checked(model(*fields, **named))
         if len(batch) < 2:
             raise Refused("a step has 1 field, but must have an input and a target: the loss compares them")
         target = fields.pop() if fields else named.pop(names[-1])
-        return _number(self.loss(model(*fields, **named), target))
+        return _checked(self.loss(model(*fields, **named), target))
 
 
-def _number(loss: Any) -> Tensor:
+def _checked(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise Refused(f"the loss is {what}, but must be a tensor of one number")
+        actual = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise Refused(f"the loss is {actual}, but must be a tensor of one number")
     return loss

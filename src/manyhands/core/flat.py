@@ -1,22 +1,23 @@
-"""Flat: all parameters of a model as views into one contiguous tensor per group and dtype.
+"""Flat: all parameters of a model as views into one contiguous tensor per dtype group.
 
         model      fc1.weight      fc1.bias  fc2.weight ...
-        weights  [ ............... | ....... | .......... ]        one tensor
-        outgoing [ ....... gradient, same places ........ | marks ]  marks: one per parameter, 1 = touched
+        weights  [ ............... | ....... | .......... ]              one tensor
+        outgoing [ ....... gradient, same slots ......... | counts ]     touch counts: one per parameter, 1 = touched
 
-Gradients arrive by hooks that run when autograd has accumulated a parameter's gradient: it is moved
-into the flat gradient and the parameter's own is dropped. A second backward pass in one step adds.
-`close` ends the step: what did not arrive is zero and marked untouched, so that rules can skip it as
-torch does. The marks travel behind the gradient, so a sum over workers also says who was touched.
+A dtype group holds the parameters of one dtype; parameters that have different rules are in different groups (see
+param_groups.py).
 
-A sparse gradient (of an embedding, say) is made dense here, unless somebody has asked to `keep_rows`: then what rows it
-has lie in `rows`, the flat gradient knows nothing of that parameter, and whoever asked applies them.
+A hook moves each gradient into the flat gradient as soon as autograd has accumulated it, and drops the parameter's own.
+A second backward pass in one step adds. `close` ends the step: gradients that did not arrive are zero and their touch
+count is 0, so that rules can skip them as torch does. The touch counts are sent behind the gradient, so that a sum over
+workers also has the number of workers that touched each parameter.
 
-Parameters that a rule treats differently are groups, each in a part of its own (see choosing.py).
+A sparse gradient (of an embedding, say) is made dense here, unless the strategy has called `keep_rows`: then its rows
+are in `rows`, the flat gradient does not contain that parameter, and the strategy applies the rows.
 
-Tied, frozen and unused parameters, several dtypes and sparse gradients are handled here and nowhere
-else. Refused: re-entrant checkpointing (a parameter's gradient would come in twice), weights that are
-not contiguous (channels-last) or in each other's memory, a model that is flat already, parameters that thaw.
+Tied, frozen and unused parameters, several dtypes and sparse gradients are handled only here. Refused: re-entrant
+checkpointing (a parameter would get two gradients), weights that are not contiguous (channels-last) or overlap in
+memory, a model that is flat already, frozen parameters that become trainable.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ BUCKET_BYTES = 4 * 2**20
 
 
 class Span(NamedTuple):
-    """A stretch of one part of a flat model."""
+    """A slice of one dtype group of a flat model."""
 
-    part: int
+    group: int
     start: int
     stop: int
 
@@ -46,39 +47,39 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-class Place(NamedTuple):
-    """Where a parameter lies; `mark` is its number within the model."""
+class ParamSlot(NamedTuple):
+    """The slice of the flat model that a parameter has; `param_id` is its number within the model."""
 
     name: str
     span: Span
     shape: torch.Size
-    mark: int
+    param_id: int
 
 
 @dataclass
-class Part:
-    """The parameters of one group and dtype."""
+class DtypeGroup:
+    """The parameters of one dtype that have the same rule, in one flat tensor."""
 
     weights: Tensor
     outgoing: Tensor
-    places: list[Place]
+    slots: list[ParamSlot]
 
     @property
     def grad(self) -> Tensor:
-        """The gradient, without the marks."""
+        """The gradient, without the touch counts."""
         return self.outgoing[: self.weights.numel()]
 
     @property
-    def marks(self) -> Tensor:
-        """One number per parameter: on how many workers it was touched."""
+    def touch_counts(self) -> Tensor:
+        """One number per parameter: how many workers touched it."""
         return self.outgoing[self.weights.numel() :]
 
     def untouched(self) -> frozenset[int]:
-        """The parameters (by mark) that nobody touched in this step."""
-        if self.outgoing.is_meta or bool(self.marks.all()):
+        """The ids of the parameters that no worker touched in this step."""
+        if self.outgoing.is_meta or bool(self.touch_counts.all()):
             return frozenset()
-        first = self.places[0].mark
-        return frozenset(first + n for n in torch.nonzero(self.marks == 0).flatten().tolist())
+        first = self.slots[0].param_id
+        return frozenset(first + n for n in torch.nonzero(self.touch_counts == 0).flatten().tolist())
 
 
 class Flat:
@@ -86,7 +87,7 @@ class Flat:
 
     Args:
         parameters: named parameters, each once.
-        groups: lists of parameter names that are to lie together; all others form one more group.
+        groups: lists of parameter names that have the same rule; all others form one more group.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], groups: Sequence[Iterable[str]] = ()) -> None:
@@ -95,198 +96,198 @@ class Flat:
         _refuse_misfits(self._parameters)
         _refuse_overlaps(parameters)
         group = {name: number for number, names in enumerate(groups) for name in names}
-        cells: dict[tuple[int, torch.dtype], list[str]] = {}
+        names_of: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, p in self._parameters.items():
-            cells.setdefault((group.get(name, len(groups)), p.dtype), []).append(name)
-        self.parts: list[Part] = []
-        self.places: list[Place] = []
-        for names in cells.values():
-            self.parts.append(self._lay_out(len(self.parts), names))
-            self.places += self.parts[-1].places
+            names_of.setdefault((group.get(name, len(groups)), p.dtype), []).append(name)
+        self.groups: list[DtypeGroup] = []
+        self.slots: list[ParamSlot] = []
+        for names in names_of.values():
+            self.groups.append(self._lay_out(len(self.groups), names))
+            self.slots += self.groups[-1].slots
         self._gradients = self._gradient_views()
-        self._stretches: dict[Span, Tensor] = {}
+        self._views: dict[Span, Tensor] = {}
         self._buckets: dict[int, list[Span]] = {}
-        self._arrived: dict[str, Place] = {}
+        self._arrived: dict[str, ParamSlot] = {}
         self._complete = False
         self._keeps_rows = False
         self.rows: dict[int, Tensor] = {}
-        """This step's gradients that stayed sparse, coalesced, by the mark of their parameter."""
-        self._arrival: Callable[[Place], None] | None = None
+        """The sparse gradients of this step, coalesced, by parameter id."""
+        self._arrival: Callable[[ParamSlot], None] | None = None
         self._this_backward: set[str] = set()
         if not self.is_meta:
-            for place in self.places:
-                self._watch(place)
+            for slot in self.slots:
+                self._watch(slot)
 
     @torch.no_grad()
-    def _lay_out(self, number: int, names: list[str]) -> Part:
+    def _lay_out(self, number: int, names: list[str]) -> DtypeGroup:
         ps = [self._parameters[name] for name in names]
         total = sum(p.numel() for p in ps)
         weights = torch.empty(total, dtype=ps[0].dtype, device=ps[0].device)
-        places, start = [], 0
-        for mark, (name, p) in enumerate(zip(names, ps, strict=True), start=len(self.places)):
+        slots, start = [], 0
+        for param_id, (name, p) in enumerate(zip(names, ps, strict=True), start=len(self.slots)):
             span = Span(number, start, start + p.numel())
-            places.append(Place(name, span, p.shape, mark))
+            slots.append(ParamSlot(name, span, p.shape, param_id))
             weights[start : span.stop].copy_(p.reshape(-1))
             start = span.stop
-        part = Part(weights, weights.new_zeros(total + len(ps)), places)
-        self._point(part)
-        return part
+        group = DtypeGroup(weights, weights.new_zeros(total + len(ps)), slots)
+        self._point(group)
+        return group
 
-    def _point(self, part: Part) -> None:
-        """Make the model's parameters views of the part's weights."""
-        for place in part.places:
-            self._parameters[place.name].data = part.weights[place.span.start : place.span.stop].view(place.shape)
+    def _point(self, group: DtypeGroup) -> None:
+        """Make the model's parameters views of the group's weights."""
+        for slot in group.slots:
+            self._parameters[slot.name].data = group.weights[slot.span.start : slot.span.stop].view(slot.shape)
 
     def _gradient_views(self) -> list[Tensor]:
-        """Every parameter's stretch of the gradient, made once: hooks are in a hurry."""
-        spans = [(self.parts[place.span.part].outgoing, place) for place in self.places]
+        """Views of every parameter's gradient, made once because hooks must be fast."""
+        spans = [(self.groups[slot.span.group].outgoing, slot) for slot in self.slots]
         return [outgoing[p.span.start : p.span.stop].view(p.shape) for outgoing, p in spans]
 
-    def _watch(self, place: Place) -> None:
+    def _watch(self, slot: ParamSlot) -> None:
         def arrive(p: Tensor) -> None:
             assert p.grad is not None
             grad, p.grad = p.grad, None
-            if place.name in self._this_backward:
+            if slot.name in self._this_backward:
                 raise ManyhandsError(
-                    f"{place.name} got two gradients in one backward pass: re-entrant checkpointing "
+                    f"{slot.name} got two gradients in one backward pass: re-entrant checkpointing "
                     "is not supported, pass use_reentrant=False to torch.utils.checkpoint"
                 )
-            self._this_backward.add(place.name)
-            self.put(place, grad)
+            self._this_backward.add(slot.name)
+            self.put(slot, grad)
 
-        self._parameters[place.name].grad = None  # of an earlier loop, it would count in the first step
-        self._parameters[place.name].register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
+        self._parameters[slot.name].grad = None  # a gradient of an earlier loop would be added in the first step
+        self._parameters[slot.name].register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def open(self, arrival: Callable[[Place], None] | None = None) -> None:
-        """Begin a step: nothing has arrived yet. `arrival` is told of each gradient, inside the backward pass."""
+    def open(self, arrival: Callable[[ParamSlot], None] | None = None) -> None:
+        """Begin a step: no gradient has arrived. `arrival` is called for each gradient, inside the backward pass."""
         self._arrived.clear()
         self.rows.clear()
         self._arrival = arrival
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Begin one of the step's backward passes."""
+        """Begin a backward pass, of which a step may have several."""
         self._this_backward.clear()
 
-    def put(self, place: Place, grad: Tensor) -> None:
-        """Take in one parameter's gradient; a second one in the same step adds."""
-        here = self.gradient_of(place)
-        earlier = self.rows.pop(place.mark, None)
+    def put(self, slot: ParamSlot, grad: Tensor) -> None:
+        """Store one parameter's gradient; a second one in the same step is added."""
+        gradient = self.gradient_of(slot)
+        earlier = self.rows.pop(slot.param_id, None)
         if earlier is not None:
             grad = grad + earlier
-        elif place.name in self._arrived:
-            here.add_(grad)
+        elif slot.name in self._arrived:
+            gradient.add_(grad)
             return
-        self._arrived[place.name] = place
+        self._arrived[slot.name] = slot
         if grad.is_sparse and self._keeps_rows and grad.sparse_dim() == 1:
-            self.rows[place.mark] = grad.coalesce()
+            self.rows[slot.param_id] = grad.coalesce()
         elif grad.is_sparse:
-            here.zero_().add_(grad)
+            gradient.zero_().add_(grad)
         else:
-            here.copy_(grad)
+            gradient.copy_(grad)
         if self._arrival is not None:
-            self._arrival(place)
+            self._arrival(slot)
 
     def close(self) -> None:
-        """End the step: what did not arrive is zero and marked untouched."""
+        """End the step: gradients that did not arrive are zero, with a touch count of 0."""
         for name, p in self._frozen.items():
             if p.requires_grad:
                 raise Refused(f"{name} was frozen when training began, but is to be trained now: join again")
-        for part in self.parts:
-            part.marks.fill_(1)
-        self._complete = len(self._arrived) == len(self.places)
+        for group in self.groups:
+            group.touch_counts.fill_(1)
+        self._complete = len(self._arrived) == len(self.slots)
         if not self._complete:
-            for place in self.places:
-                if place.name not in self._arrived:
-                    self.gradient_of(place).zero_()
-                    part = self.parts[place.span.part]
-                    part.marks[place.mark - part.places[0].mark] = 0
+            for slot in self.slots:
+                if slot.name not in self._arrived:
+                    self.gradient_of(slot).zero_()
+                    group = self.groups[slot.span.group]
+                    group.touch_counts[slot.param_id - group.slots[0].param_id] = 0
 
     def untouched(self) -> frozenset[int]:
-        """The parameters (by mark) that this step did not touch."""
+        """The ids of the parameters that this step did not touch."""
         if self._complete:
             return frozenset()
-        return frozenset().union(*(part.untouched() for part in self.parts))
+        return frozenset().union(*(group.untouched() for group in self.groups))
 
-    def gradient_of(self, place: Place) -> Tensor:
-        """One parameter's stretch of the gradient, in its own shape."""
-        return self._gradients[place.mark]
+    def gradient_of(self, slot: ParamSlot) -> Tensor:
+        """One parameter's slice of the gradient, in its own shape."""
+        return self._gradients[slot.param_id]
 
-    # -- cutting ----------------------------------------------------------------------------------
+    # -- slices -----------------------------------------------------------------------------------
 
     @property
     def numel(self) -> int:
-        return sum(part.weights.numel() for part in self.parts)
+        return sum(group.weights.numel() for group in self.groups)
 
     @property
     def is_meta(self) -> bool:
-        """Whether there are only sizes."""
-        return any(part.weights.is_meta for part in self.parts)
+        """Whether the tensors have sizes only and no numbers."""
+        return any(group.weights.is_meta for group in self.groups)
 
     def weights(self, span: Span) -> Tensor:
-        """A stretch of the weights; it is cut once, for methods ask for the same ones in every step."""
-        found = self._stretches.get(span)
+        """A slice of the weights; the view is cached, because methods use the same spans in every step."""
+        found = self._views.get(span)
         if found is None:
-            found = self._stretches[span] = self.parts[span.part].weights[span.start : span.stop]
+            found = self._views[span] = self.groups[span.group].weights[span.start : span.stop]
         return found
 
     def grad(self, span: Span) -> Tensor:
-        """A stretch of the gradient."""
-        return self.parts[span.part].outgoing[span.start : span.stop]
+        """A slice of the gradient, as a view."""
+        return self.groups[span.group].outgoing[span.start : span.stop]
 
     def buckets(self, nbytes: int = BUCKET_BYTES) -> list[Span]:
-        """Stretches of about `nbytes`, whole parameters each, in the order their gradients become ready."""
+        """Spans of about `nbytes` that hold whole parameters, in the order in which their gradients become ready."""
         if nbytes not in self._buckets:
             self._buckets[nbytes] = self._cut(nbytes)
         return self._buckets[nbytes]
 
     def _cut(self, nbytes: int) -> list[Span]:
         ready = {name: -number for number, name in enumerate(self._parameters)}
-        first = {place.span[:2]: ready[place.name] for place in self.places}  # of a bucket the last to be ready
+        first = {slot.span[:2]: ready[slot.name] for slot in self.slots}  # the parameter of a bucket that is ready last
         buckets: list[Span] = []
-        for place in reversed(self.places):
-            part, start, stop = place.span
-            size = self.parts[part].weights.element_size()
+        for slot in reversed(self.slots):
+            group, start, stop = slot.span
+            size = self.groups[group].weights.element_size()
             last = buckets[-1] if buckets else None
-            if last and last.part == part and last.numel * size + (stop - start) * size <= nbytes:
-                buckets[-1] = Span(part, start, last.stop)
+            if last and last.group == group and last.numel * size + (stop - start) * size <= nbytes:
+                buckets[-1] = Span(group, start, last.stop)
             else:
-                buckets.append(place.span)
+                buckets.append(slot.span)
         return sorted(buckets, key=lambda bucket: first[bucket[:2]])
 
     @torch.no_grad()
     def move_to(self, weights: Sequence[Tensor]) -> None:
-        """Let the weights live in other memory (which is not changed), one tensor per part."""
-        for part, memory in zip(self.parts, weights, strict=True):
-            part.weights = memory
-            self._point(part)
-        self._stretches.clear()
+        """Use other memory for the weights, one tensor per dtype group; it is not changed."""
+        for group, memory in zip(self.groups, weights, strict=True):
+            group.weights = memory
+            self._point(group)
+        self._views.clear()
 
     @torch.no_grad()
     def let_go(self) -> None:
-        """Give the memory of weights and gradients back, and keep their sizes: one zero stands for all."""
+        """Free the memory of weights and gradients, and keep their sizes: all are views of one zero."""
         if self.is_meta:
             return
-        for part in self.parts:
-            part.outgoing = part.weights.new_zeros(1).expand(part.outgoing.numel())
+        for group in self.groups:
+            group.outgoing = group.weights.new_zeros(1).expand(group.outgoing.numel())
         self._gradients = self._gradient_views()
-        self.move_to([part.weights.new_zeros(1).expand(part.weights.numel()) for part in self.parts])
+        self.move_to([group.weights.new_zeros(1).expand(group.weights.numel()) for group in self.groups])
 
     def collect_in(self, outgoing: Sequence[Tensor]) -> None:
-        """Let gradients and marks arrive in other memory, one tensor per part."""
-        for part, memory in zip(self.parts, outgoing, strict=True):
-            part.outgoing = memory
+        """Use other memory for gradients and touch counts, one tensor per dtype group."""
+        for group, memory in zip(self.groups, outgoing, strict=True):
+            group.outgoing = memory
         self._gradients = self._gradient_views()
 
     def keep_rows(self, keep: bool = True) -> None:
-        """Leave sparse gradients sparse from now on: they come to lie in `rows` and not in the flat gradient."""
+        """Store sparse gradients in `rows` from now on, and not in the flat gradient."""
         self._keeps_rows = keep
 
     def named(self) -> dict[str, Tensor]:
-        """Every trainable parameter by name, copied."""
-        return {place.name: self.weights(place.span).view(place.shape).clone() for place in self.places}
+        """Copies of all trainable parameters by name."""
+        return {slot.name: self.weights(slot.span).view(slot.shape).clone() for slot in self.slots}
 
 
 def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -298,8 +299,8 @@ def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _refuse_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Two parameters in one memory would lie apart here. What is tied must be one parameter."""
+    """Refuse two parameters in the same memory, which would be separated here: tied weights must be one parameter."""
     spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters.items() if p.nbytes)
     for (_, stop, name), (start, _, other) in pairwise(spans):
         if start and start < stop:
-            raise Refused(f"{other} lies in the memory of {name}, but must have its own, or be the same parameter")
+            raise Refused(f"{other} overlaps {name} in memory, but must have its own memory, or be the same parameter")

@@ -1,8 +1,9 @@
-"""Footprint: how much memory the tensors of a rank take that it keeps between two steps.
+"""Footprint: the bytes of all tensors that a rank keeps between two steps.
 
-Weights, gradients, what rules and codecs remember, versions, inboxes: whatever can be reached from its worker and its
-strategy, each piece of memory once. What a forward pass keeps for the backward pass is gone by then, and data sets are
-not counted. So it is the same in both worlds, and nobody has to allocate anything to know it.
+Weights, gradients, state of rules and codecs, stashed versions, pending gradients: every tensor that can be reached
+from the worker and its strategy, each storage once. Activations are freed by the end of a step, so they are not
+counted, nor are data sets. The result is the same in both worlds, and nothing has to be allocated for a model of sizes
+only.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from torch import Tensor, nn
 from manyhands.core.task import Task
 
 OUTSIDE = ("manyhands.runtime", "manyhands.virtual")
-"""The worlds behind the port: a rank's way to the others leads to all of them."""
+"""Packages that are not searched: a transport refers to the memory of other ranks."""
 
 
 def footprint(*roots: object) -> int:
-    """Bytes of all tensors that can be reached from these."""
-    pieces: dict[int, int] = {}
+    """Bytes of all tensors that can be reached from these objects."""
+    storages: dict[int, int] = {}
     seen: dict[int, object] = {}
     left: list[object] = list(roots)
     while left:
         one = left.pop()
         if id(one) in seen:
             continue
-        seen[id(one)] = one  # kept, or another one may get its number
+        seen[id(one)] = one  # a reference keeps its id from being used again
         if isinstance(one, Tensor) and one.is_sparse:
             left += [one._indices(), one._values()]
         elif isinstance(one, Tensor):
             memory = one.untyped_storage()
-            pieces[memory._cdata] = memory.nbytes()
+            storages[memory._cdata] = memory.nbytes()
             left.append(one.grad)
         else:
             left.extend(_inside(one))
-    return sum(pieces.values())
+    return sum(storages.values())
 
 
 def _inside(one: object) -> Iterator[object]:
-    """What a container or an object of ours holds."""
+    """What a container, a module or an object of this package refers to."""
     if isinstance(one, Mapping):
         yield from one.values()
     elif isinstance(one, Collection) and not isinstance(one, str | bytes | range):

@@ -1,4 +1,4 @@
-"""Recipe: what a strategy was made of, as plain data: its name in the catalog and the knobs that were given."""
+"""Recipe: how a strategy was made, as plain data: its name in the catalog and the knobs that were given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Strategy = TypeVar("Strategy")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A name and its knobs; `spelled` is how somebody wrote it, if they wrote it."""
+    """A name and its knobs; `spelled` is the text it was read from, if it was read from one."""
 
     name: str
     knobs: Mapping[str, Any] = field(default_factory=dict)
@@ -24,13 +24,13 @@ class Recipe:
 
 
 def recipe_of(strategy: object) -> Recipe:
-    """Where a strategy comes from; one that was put together by hand is called by its kind."""
-    found = getattr(strategy, "recipe", None)
-    return found if isinstance(found, Recipe) else Recipe(type(strategy).__name__)
+    """The recipe of a strategy; one that was not made by the catalog is named after its class."""
+    recipe = getattr(strategy, "recipe", None)
+    return recipe if isinstance(recipe, Recipe) else Recipe(type(strategy).__name__)
 
 
-def spelled(strategy: Strategy, words: str) -> Strategy:
-    """The same strategy, under another name."""
+def spelled(strategy: Strategy, text: str) -> Strategy:
+    """A copy of the strategy whose recipe is printed as `text`."""
     other = copy.copy(strategy)
-    other.recipe = replace(recipe_of(strategy), spelled=words)  # type: ignore[attr-defined]
+    other.recipe = replace(recipe_of(strategy), spelled=text)  # type: ignore[attr-defined]
     return other

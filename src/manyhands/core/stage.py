@@ -1,7 +1,7 @@
-"""Stage: forward and backward of a part of the model, with weights chosen by the caller.
+"""Stage: forward and backward pass of a part of the model, with weights chosen by the caller.
 
-Weights other than the live ones are given as leaves (`torch.func.functional_call`), so that an update
-between the two passes neither disturbs autograd nor slips unseen into the backward pass.
+Weights other than the current ones are passed in as leaves (`torch.func.functional_call`), so that an update between
+the two passes does not invalidate the graph, and the backward pass does not use newer weights by mistake.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from manyhands.core.worker import FORWARD_SHARE, Worker
 
 
 class Stage:
-    """One stage of a pipeline on its worker."""
+    """The part of the model that one worker of a pipeline runs."""
 
     def __init__(self, w: Worker, module: nn.Module) -> None:
         self._w = w
         self._module = module
         parameters = dict(w.model.named_parameters())
         own = {id(p): name for name, p in module.named_parameters()}
-        self._names = [own[id(parameters[place.name])] for place in w.flat.places]
-        self.live: list[Tensor] = [parameters[place.name] for place in w.flat.places]
-        """The model's own weights, parameter by parameter."""
+        self._names = [own[id(parameters[slot.name])] for slot in w.flat.slots]
+        self.live: list[Tensor] = [parameters[slot.name] for slot in w.flat.slots]
+        """The current parameters of the stage, in the order of the flat model."""
         self._size = sum(p.numel() for p in module.parameters())
         self._saved: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
 
     def forward(
         self, m: int, x: Tensor, weights: list[Tensor], loss: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """Run micro-batch `m`; the output (or the loss) stays known until `backward(m)`."""
+        """Run micro-batch `m`; its graph is kept until `backward(m)`. The output, or the loss if one is given."""
         x = x.detach().requires_grad_() if x.is_floating_point() else x
         self._w.seed_torch(self._w.rank, self._w.step, m)
-        with self._w.spent.computing():
+        with self._w.timer.computing():
             with torch.enable_grad():
                 out = self._run(x, weights)
                 out = out if loss is None else loss(out)
             self._saved[m] = x, out, weights
-            self._w.transport.spend(self._w.seconds(len(x), self._size) * FORWARD_SHARE)
+            self._charge(len(x), FORWARD_SHARE)
         return out.detach()
 
     def _run(self, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -51,15 +51,20 @@ class Stage:
         return out
 
     def backward(self, m: int, error: Tensor) -> Tensor | None:
-        """Back-propagate `error` through micro-batch `m` into the flat gradient; the error for the stage below."""
+        """Back-propagate `error` through micro-batch `m` into the flat gradient; the error for the previous stage."""
         x, out, weights = self._saved.pop(m)
         inputs = [*weights, x] if x.requires_grad else weights
-        if not inputs:  # frozen, and nothing below it learns either
+        if not inputs:  # neither this stage nor a previous one is trained
             return None
-        with self._w.spent.computing():
+        with self._w.timer.computing():
             grads = torch.autograd.grad(out, inputs, error, allow_unused=True)
-            for place, g in zip(self._w.flat.places, grads, strict=False):
+            for slot, g in zip(self._w.flat.slots, grads, strict=False):
                 if g is not None:
-                    self._w.flat.put(place, g)
-            self._w.transport.spend(self._w.seconds(len(x), self._size) * (1 - FORWARD_SHARE))
+                    self._w.flat.put(slot, g)
+            self._charge(len(x), 1 - FORWARD_SHARE)
         return grads[-1] if x.requires_grad else None
+
+    def _charge(self, samples: int, share: float) -> None:
+        """Charge the time of a pass, if time is simulated."""
+        if self._w.transport.is_simulated:
+            self._w.transport.charge_compute(self._w.seconds(samples, self._size) * share)

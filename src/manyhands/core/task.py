@@ -1,4 +1,4 @@
-"""Task: what is to be learned, apart from how and by how many."""
+"""Task: a model, its data and its loss, independent of how and by how many workers it is trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.core.errors import Refused, refuse_unless
 
 
 def is_stream(data: Any) -> bool:
-    """Whether samples can only be walked over, not asked for."""
+    """Whether samples can only be iterated over, not indexed."""
     if isinstance(data, IterableDataset):
         return True
     return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
@@ -25,18 +25,18 @@ class Task:
     """A model, its data and its loss.
 
     Args:
-        model: builds a fresh model; called once per rank, right after torch's generator was seeded.
+        model: builds a new model; called once per rank, right after torch's generator was seeded.
         data: any map-style data set; a sample is a tuple of fields, the last one the target.
         loss: `loss(model(*fields), target)`; None if `model(*fields)` returns its own loss.
         batch_size: samples per mini-batch of one worker.
-        test: what `metric` is measured on after training.
+        test: the data set that `metric` is measured on.
         metric: `metric(outputs, targets)`, a mean over a batch, such as the accuracy.
-        name: how reports call it.
-        epochs: how long to train when nobody says.
+        name: the name in reports.
+        epochs: how long to train by default.
         work: floating-point operations of forward and backward for one sample; None: 6 per parameter.
-        sizes_only: the model is never run and has no numbers, only sizes: for virtual time.
-        gradient: `gradient(model, *fields)`, instead of a loss that can be differentiated: gives the loss to report,
-            and a gradient for each parameter it has one for, by name.
+        sizes_only: the model is on the meta device and never run: to simulate times only.
+        gradient: `gradient(model, *fields)`, instead of a loss that autograd can differentiate: returns the loss to
+            report, and gradients by parameter name.
     """
 
     model: Callable[[], nn.Module]
@@ -57,7 +57,7 @@ class Task:
         for name, data in {"data": self.data, "test": self.test}.items():
             if data is not None and is_stream(data):
                 raise Refused(
-                    f"{name} is a {type(data).__name__}, but must have a length and samples to ask for; "
+                    f"{name} is a {type(data).__name__}, but must have a length and an index; "
                     "your own loop (mh.join) can share a stream"
                 )
         refuse_unless(len(self.data) >= 1, "the number of samples", len(self.data), ">= 1")
@@ -65,7 +65,7 @@ class Task:
             raise Refused("loss and gradient are both given, but a task needs only one of them")
 
     def build(self, seed: int) -> nn.Module:
-        """A model whose weights depend on the seed and on nothing else."""
+        """A new model whose weights depend only on the seed."""
         torch.default_generator.manual_seed(seed)
         if not self.sizes_only:
             return self.model()
@@ -73,7 +73,7 @@ class Task:
             return self.model()
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """Run the model on one mini-batch and say how wrong it was."""
+        """The loss of the model on one mini-batch."""
         if self.loss is None:
             loss: Tensor = model(*batch)
             return loss

@@ -1,8 +1,9 @@
-"""Worker: one rank's hands. It owns the model; models are run here and, stage by stage, in stage.py only.
+"""Worker: what a strategy sees of its own rank. It owns the model; only here and in stage.py is a model run.
 
-In virtual time forward and backward run at once and are then *played*: the clock moves by the forward
-pass, then by each bucket's share of the backward pass, and after each bucket `fired(bucket)` is called,
-so that a method may send it while the rest is still being computed. Among real processes it is called then.
+In virtual time the forward and the backward pass are computed at once, and their duration is charged afterwards: first
+that of the forward pass, then each bucket's share of the backward pass. After each bucket `fired(bucket)` is called, so
+that a strategy can send it while the rest is still being computed. In real processes `fired` is called as soon as the
+gradients of a bucket are complete.
 """
 
 from __future__ import annotations
@@ -17,38 +18,38 @@ from heapq import merge
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.choosing import groups
+from manyhands.core.buckets import ReadyBuckets
 from manyhands.core.errors import Diverged, Refused, refuse_unless, unknown
-from manyhands.core.firing import Firing
 from manyhands.core.flat import Flat, Span
-from manyhands.core.protocols import Batch, Descends, Descent, Rule, Transport
-from manyhands.core.spent import Spent
+from manyhands.core.param_groups import groups
+from manyhands.core.port import Transport
+from manyhands.core.rule import Rule
+from manyhands.core.step_timer import StepTimer
+from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
 
 REFERENCE_FLOPS = 50e9
 """Floating-point operations per second of a core of speed 1."""
-REFERENCE_BYTES = 8e9
-"""Bytes per second that such a core copies, adds or encodes."""
 FORWARD_SHARE = 1 / 3
-"""Of the work of a training step; the backward pass is twice the forward pass."""
+"""Of the work of a training step: the backward pass takes twice as long as the forward pass."""
 
 Layouts = dict[tuple[tuple[str, ...], tuple[tuple[str, ...], ...]], Flat]
-"""By the names of the parameters, and of those that lie apart."""
+"""Flat models by the names of their parameters and of the parameter groups."""
 
 
 class Worker:
-    """A rank with a model.
+    """A rank with its model, its place among the ranks and its progress.
 
     Args:
-        transport: this rank's way to the others.
-        task: what is to be learned.
+        transport: connects this rank with the others.
+        task: the model, its data and its loss.
         model: this rank's own copy of the model.
-        seed: of the job.
-        steps: the job's budget in updates, for methods that plan ahead.
-        batch_size: samples of one mini-batch.
-        data_size: samples of the whole data set; None if nobody knows.
-        rule: what moves the weights: parameters that it treats differently lie apart.
-        layouts: where workers of one process that have the same model of sizes only share how it is laid out.
+        seed: the seed of the job.
+        steps: the job's budget in updates, for strategies that plan ahead.
+        batch_size: samples per mini-batch.
+        data_size: samples in the whole data set; None if unknown.
+        rule: the update rule; the flat model keeps the parameter groups that it treats differently apart.
+        layouts: a cache that workers of one process share if they have the same model of sizes only.
     """
 
     def __init__(
@@ -74,39 +75,51 @@ class Worker:
         self.rule = rule
         self._layouts: Layouts = {} if layouts is None else layouts
         self.rank = transport.rank
-        seats = transport.roles.count("worker")
-        self.seats: Sequence[int] = range(seats)
-        """All ranks that are workers, or may become one."""
-        self.workers: Sequence[int] = range(seats - len(transport.late))
-        """Those that begin together."""
-        self.crew: Sequence[int] = self.workers
-        """Those that gather: whoever comes later is among them from the end of the stretch in which it came."""
-        self.servers: Sequence[int] = range(seats, transport.size)
-        self.trains: nn.Module = model
-        """The part of the model that this rank trains; a pipeline makes it smaller."""
-        self.apart: Collection[str] = ()
-        """Parameters of it that a method looks after by other means: they are not in `flat`."""
-        self.step = self.came_at = 0
+        ranks = transport.roles.count("worker")
+        self.worker_ranks: Sequence[int] = range(ranks)
+        """All worker ranks, including those that may join later."""
+        self.workers: Sequence[int] = range(ranks - len(transport.pending_ranks))
+        """The workers that begin together."""
+        self.members: Sequence[int] = self.workers
+        """The workers that take part in `gather`: a worker that joins is added at the end of its first segment."""
+        self.servers: Sequence[int] = range(ranks, transport.size)
+        self.trained: nn.Module = model
+        """The module whose parameters are in `flat`: the whole model, or a part chosen by `lay_out`."""
+        self.step = self.joined_at = 0
         self.lag = 0
-        self.gatherings = 0
-        self.spent = Spent(transport)
+        self.gather_round = 0
+        self.timer = StepTimer(transport)
         self.random = random.Random(f"{seed}/{self.rank}")
 
     @cached_property
     def flat(self) -> Flat:
-        """The parameters this rank trains, laid out flat; refused if they hold no finite numbers."""
-        mine = {id(p) for p in self.trains.parameters()}
-        named = {name: p for name, p in self.model.named_parameters() if id(p) in mine}
+        """The parameters this rank trains, as flat tensors: the whole model, unless `lay_out` chose before."""
+        return self._flatten(())
+
+    def lay_out(self, module: nn.Module | None = None, exclude: Collection[str] = ()) -> None:
+        """Choose what `flat` contains: the parameters of `module` (a part of the model) without those in `exclude`.
+
+        Called at most once, in `setup`, before `flat` is used for the first time; refused afterwards.
+        """
+        if "flat" in vars(self):
+            raise Refused("lay_out was called after flat had been used, but must be called before, and only once")
+        self.trained = self.model if module is None else module
+        self.flat = self._flatten(exclude)
+
+    def _flatten(self, exclude: Collection[str]) -> Flat:
+        """Refuse parameters that are not finite, and a model without any to train; lay out the others."""
+        trained = {id(p) for p in self.trained.parameters()}
+        named = {name: p for name, p in self.model.named_parameters() if id(p) in trained}
         for name, p in named.items():
             if not p.is_meta and not bool((p.isfinite() if p.requires_grad else ~p.isnan()).all()):
                 raise Refused(f"{name} holds NaN or infinity before the first step, but must be finite")
-        trains = any(p.requires_grad for p in self.model.parameters())
-        refuse_unless(trains, "the number of parameters to be trained", 0, ">= 1: all are frozen")
-        here = {name: p for name, p in named.items() if name not in self.apart}
-        apart = tuple(tuple(names) for names in groups(self.rule, self.model))
-        key = tuple(here), apart
+        has_trainable = any(p.requires_grad for p in self.model.parameters())
+        refuse_unless(has_trainable, "the number of parameters to be trained", 0, ">= 1: all are frozen")
+        included = {name: p for name, p in named.items() if name not in exclude}
+        param_groups = tuple(tuple(names) for names in groups(self.rule, self.model))
+        key = tuple(included), param_groups
         if key not in self._layouts:
-            self._layouts[key] = Flat(here, apart)
+            self._layouts[key] = Flat(included, param_groups)
         return self._layouts[key]
 
     @cached_property
@@ -115,13 +128,13 @@ class Worker:
 
     @property
     def lead(self) -> int:
-        """The lowest worker rank still there: it evaluates and saves."""
+        """The lowest living worker rank: it evaluates and saves."""
         in_order = merge([self.rank], self.transport.peers("worker"))
-        return next(rank for rank in in_order if rank in self.crew)
+        return next(rank for rank in in_order if rank in self.members)
 
     @property
     def samples(self) -> int:
-        """About how many samples the job has consumed, seen from this rank."""
+        """How many samples the job has consumed, estimated from this rank's own steps."""
         return self.step * self.batch_size * len(self.workers)
 
     # -- computing --------------------------------------------------------------------------------
@@ -129,54 +142,36 @@ class Worker:
     def gradient(
         self, batch: Batch, fired: Callable[[Span], None] | None = None, origin: tuple[int, int, int] | None = None
     ) -> float:
-        """The loss of a mini-batch; its gradient is in the flat gradient afterwards.
+        """Compute the loss of a mini-batch, which is returned, and its gradient, which is left in `flat`.
 
-        What is random in it depends on this rank and step, or on an `origin` that names another rank, step and key.
+        Randomness (dropout) depends on this rank and step, or on `origin`: another rank, step and key.
         """
         self.seed_torch(*(origin or (self.rank, self.step)))
-        live = fired if not self.transport.plays else None
-        with self.spent.computing():
+        live = fired if not self.transport.is_simulated else None
+        with self.timer.computing():
             loss = math.nan if self.task.sizes_only else self._run(batch, live)
-            if self.transport.plays:
-                self._play(self.seconds(len(batch[0]) if batch else self.batch_size), fired)
+            if self.transport.is_simulated:
+                self._charge(self.seconds(len(batch[0]) if batch else self.batch_size), fired)
         return loss
 
-    def _play(self, seconds: float, fired: Callable[[Span], None] | None) -> None:
-        """Let the time of both passes go by."""
+    def _charge(self, seconds: float, fired: Callable[[Span], None] | None) -> None:
+        """Charge the time of both passes, bucket by bucket if buckets are to be fired."""
         if fired is None:
-            self.transport.spend(seconds)
+            self.transport.charge_compute(seconds)
             return
-        self.transport.spend(seconds * FORWARD_SHARE)
+        self.transport.charge_compute(seconds * FORWARD_SHARE)
         numel = self.flat.numel
         for bucket in self.flat.buckets():
-            self.transport.spend(seconds * (1 - FORWARD_SHARE) * bucket.numel / numel)
+            self.transport.charge_compute(seconds * (1 - FORWARD_SHARE) * bucket.numel / numel)
             fired(bucket)
 
-    @cached_property
-    def descends(self) -> Descends | None:
-        """The model, if it can go down this task's loss by itself."""
-        if self.task.sizes_only or self.task.gradient is not None or not isinstance(self.model, Descends):
-            return None
-        return self.model if self.model.can_descend(self.task.loss) else None
-
-    def descent(self, batch: Batch) -> tuple[float, Descent]:
-        """The loss of a mini-batch and the step that follows from it, by a model that descends."""
-        assert self.descends is not None
-        self.seed_torch(self.rank, self.step)
-        with self.spent.computing():
-            step = self.descends.descend(*batch)
-            loss = self.checked(step.loss)
-            if self.transport.plays:
-                self.transport.spend(self.seconds(len(batch[0])))
-        return loss, step
-
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
-        firing = Firing(self.flat.buckets(), self.flat.places, fired) if fired else None
-        self.flat.open(None if firing is None else firing.arrived)
+        ready = ReadyBuckets(self.flat.buckets(), self.flat.slots, fired) if fired else None
+        self.flat.open(None if ready is None else ready.arrived)
         value = self._differentiate(batch) if self.task.gradient is None else self._take_gradient(batch)
         self.flat.close()
-        if firing is not None:
-            firing.finish()
+        if ready is not None:
+            ready.finish()
         return value
 
     def _differentiate(self, batch: Batch) -> float:
@@ -188,24 +183,24 @@ class Worker:
 
     @torch.no_grad()
     def _take_gradient(self, batch: Batch) -> float:
-        """From a task that knows its gradient without a backward pass."""
+        """Store the gradient of a task that computes it without autograd."""
         assert self.task.gradient is not None
         loss, gradients = self.task.gradient(self.model, *batch)
         value = self.checked(loss)
-        known = {place.name: place for place in self.flat.places}
+        slots = {slot.name: slot for slot in self.flat.slots}
         for name, gradient in gradients.items():
-            if name not in known:
-                raise unknown("parameter", name, list(known))
-            self.flat.put(known[name], gradient)
+            if name not in slots:
+                raise unknown("parameter", name, list(slots))
+            self.flat.put(slots[name], gradient)
         return value
 
     def seed_torch(self, rank: int, step: int, key: int = 0) -> None:
-        """Make dropout and the like depend on (seed, rank, step) only, in every world and after a resume."""
+        """Make dropout and the like depend on (seed, rank, step) only: the same in both worlds and after a resume."""
         torch.default_generator.manual_seed(hash((self.seed, rank, step, key)) % 2**63)
 
     @contextmanager
     def waiting_in_forward(self) -> Iterator[None]:
-        """Wait for others while the model runs: in virtual time they seed the same generator meanwhile."""
+        """Protect torch's generator during a wait in a forward pass: in virtual time all ranks share it and seed it."""
         state = torch.default_generator.get_state()
         try:
             yield
@@ -213,24 +208,25 @@ class Worker:
             torch.default_generator.set_state(state)
 
     def checked(self, loss: Tensor) -> float:
-        """The loss as a number, if it is one."""
+        """The loss as a float; raises `Diverged` if it is not finite."""
         value = float(loss.detach())
         if not math.isfinite(value):
             raise Diverged(self.rank, self.step, value)
         return value
 
     def seconds(self, samples: int, parameters: int | None = None) -> float:
-        """How long a core of speed 1 computes forward and backward for these samples (or a part of the model)."""
+        """How long a core of speed 1 computes both passes for these samples, with all parameters or this many."""
         work = self.task.work or 6 * self._parameters
         return samples * work * (1 if parameters is None else parameters / self._parameters) / REFERENCE_FLOPS
 
-    def move(self, nbytes: int) -> None:
-        """Account for bytes that were copied, added or encoded."""
-        self.transport.spend(nbytes / REFERENCE_BYTES, moving=True)
+    def charge_copy(self, nbytes: int) -> None:
+        """Charge the time of copying, adding or encoding that many bytes, if time is simulated."""
+        if self.transport.is_simulated:
+            self.transport.charge_copy(nbytes)
 
     def named(self, weights: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
-        """The whole model's parameters by name: trained ones from `weights` (one tensor per part) if given."""
+        """Copies of all parameters by name; those in `flat` are read from `weights` (one tensor per group) if given."""
         trained: Mapping[str, Tensor] = self.flat.named()
         if weights is not None:
-            trained = {p.name: weights[p.span.part][p.span.start : p.span.stop].view(p.shape) for p in self.flat.places}
+            trained = {p.name: weights[p.span.group][p.span.start : p.span.stop].view(p.shape) for p in self.flat.slots}
         return {name: trained.get(name, p).detach().clone() for name, p in self.model.named_parameters()}

@@ -1,7 +1,7 @@
-"""Adapters: the lines of a record, told to TensorBoard or MLflow as well.
+"""Adapters: the lines of a record, sent to TensorBoard or MLflow as well.
 
-They are optional. One whose package is not installed, or that fails in any way, says so once and is silent from then
-on: a run never stops for it.
+They are optional. An adapter whose package is not installed, or that fails in any way, logs one warning and is
+disabled: it never stops a run.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import unknown
-from manyhands.core.lines import Line
+from manyhands.core.record import Line
 from manyhands.report.record import Listener
 
 log = logging.getLogger("manyhands")
 
 
 class Scalars:
-    """What the lines of one run say as numbers, each at the samples that the whole job has seen."""
+    """The numbers in the lines of one run, each at the number of samples that the whole job has consumed."""
 
     def __init__(self) -> None:
         self.header: Line = {}
@@ -30,18 +30,18 @@ class Scalars:
         self._sent: dict[int, int] = {}
 
     def __call__(self, line: Line) -> Iterator[tuple[str, float]]:
-        """The names and values of one line; those that are missing are left out."""
-        if "participants" in line:
+        """The names and values of one line; missing values are left out."""
+        if line["kind"] == "header":
             self.header = line
-        elif "loss" in line:
+        elif line["kind"] == "step":
             self.samples += line["samples"] * self.header.get("replicas", 1) / self.header.get("workers", 1)
             self._sent[line["rank"]] = line["bytes"]
             found = {"loss": line["loss"], "bytes": sum(self._sent.values()), "lag": line["lag"], "wait": line["wait"]}
             found[f"compute/rank{line['rank']}"] = line["compute"]
             yield from ((name, float(value)) for name, value in found.items() if value is not None)
-        elif line.get("accuracy") is not None:
+        elif line["kind"] == "evaluation" and line["accuracy"] is not None:
             yield "accuracy", float(line["accuracy"])
-        elif line.get("test_accuracy") is not None:
+        elif line["kind"] == "end" and line.get("test_accuracy") is not None:
             yield "accuracy", float(line["test_accuracy"])
 
     @property
@@ -66,7 +66,7 @@ class TensorBoard:
 
 
 class MLflow:
-    """A run of MLflow: settings as parameters, scalars as metrics. Where it goes MLflow's own settings say."""
+    """A run of MLflow: settings as parameters, scalars as metrics. MLflow's own settings determine the server."""
 
     NAMED = ("task", "method", "world", "workers", "servers", "seed", "steps", "batch_size")
     FLUSH = 500
@@ -76,18 +76,18 @@ class MLflow:
         module = importlib.import_module("mlflow")
         self._client, self._entity = module.MlflowClient(), importlib.import_module("mlflow.entities")
         experiment = self._client.get_experiment_by_name("manyhands")
-        place = self._client.create_experiment("manyhands") if experiment is None else experiment.experiment_id
+        experiment_id = self._client.create_experiment("manyhands") if experiment is None else experiment.experiment_id
         name = None if folder is None else folder.name
-        self._run = self._client.create_run(place, run_name=name).info.run_id
+        self._run = self._client.create_run(experiment_id, run_name=name).info.run_id
         self._scalars, self._waiting, self._status = Scalars(), list[Any](), "KILLED"
 
     def write(self, line: Line) -> None:
         for name, value in self._scalars(line):
             now = round(1000 * time.time())
             self._waiting.append(self._entity.Metric(name, value, now, self._scalars.step))
-        for name in self.NAMED if "participants" in line else ():
+        for name in self.NAMED if line["kind"] == "header" else ():
             self._client.log_param(self._run, name, line.get(name))
-        if "end" in line:
+        if line["kind"] == "end":
             self._status = "FINISHED" if line.get("error") is None else "FAILED"
         if len(self._waiting) >= self.FLUSH:
             self._flush()
@@ -105,7 +105,7 @@ KINDS: Mapping[str, Callable[[Path | None], Listener]] = {"tensorboard": TensorB
 
 
 class Harmless:
-    """An adapter that cannot do harm: its first failure is logged, and it is not asked again."""
+    """An adapter that cannot fail the run: its first failure is logged, and it is not called again."""
 
     def __init__(self, name: str, make: Callable[[], Listener]) -> None:
         self.name = name
@@ -116,12 +116,12 @@ class Harmless:
         self._adapter = make()
 
     def write(self, line: Line) -> None:
-        """Hand on one line, if that still works."""
+        """Pass the line on, unless the adapter is disabled."""
         if (adapter := self._adapter) is not None:
             self._try(lambda: adapter.write(line))
 
     def close(self) -> None:
-        """Let it finish."""
+        """Close the adapter, unless it is disabled."""
         if (adapter := self._adapter) is not None:
             self._try(adapter.close)
         self._adapter = None
@@ -132,11 +132,11 @@ class Harmless:
         except (Exception, SystemExit) as error:
             self._adapter = None
             why = "is not installed" if isinstance(error, ImportError) else "failed"
-            log.warning("%s %s, the run goes on without it: %s", self.name, why, str(error) or type(error).__name__)
+            log.warning("%s %s, the run continues without it: %s", self.name, why, str(error) or type(error).__name__)
 
 
 def adapters(names: Sequence[str], folder: Path | None) -> list[Harmless]:
-    """Those of these names; a name that nobody knows is refused."""
+    """The adapters of these names; an unknown name is refused."""
     for name in names:
         if name not in KINDS:
             raise unknown("adapter", name, KINDS)

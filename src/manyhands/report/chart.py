@@ -1,6 +1,6 @@
-"""A chart: figures to choose from, the table with their numbers, and one sentence for whoever cannot see them.
+"""A chart: figures to choose from, the table with their numbers, and one sentence for screen readers.
 
-A figure is a plain dict as plotly takes it. Figures and tables hold the same lists, so a page keeps each only once.
+A figure is a plain dict for plotly. Figures and tables hold the same lists, so a page keeps each only once.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from manyhands.report.measures import Curve, Floats
 Figure = dict[str, Any]
 
 POINTS = 300
-"""Of a curve: more cannot be seen."""
+"""The most points of a curve: more cannot be seen."""
 DIGITS = 6
-"""Significant ones."""
+"""Significant digits of a number."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Rows of a table that begin alike: `keys`, then one value of each column."""
+class ReportPart:
+    """Rows of a table with the same first cells: `keys`, then one value of each column."""
 
     keys: tuple[str, ...]
     columns: tuple[list[Any], ...]
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """Row by row."""
         for values in zip(*self.columns, strict=True):
             yield *self.keys, *values
 
@@ -39,17 +38,16 @@ class Table:
     """The numbers of a chart."""
 
     columns: tuple[str, ...]
-    parts: list[Part]
+    parts: list[ReportPart]
 
     def rows(self) -> Iterator[tuple[Any, ...]]:
-        """All rows."""
         for part in self.parts:
             yield from part.rows()
 
 
 @dataclass(frozen=True)
 class View:
-    """One figure of a chart, as the switch above it calls it."""
+    """One figure of a chart, with its label in the switch above it."""
 
     label: str
     figure: Figure
@@ -58,7 +56,7 @@ class View:
 
 @dataclass(frozen=True)
 class Chart:
-    """What stands under one heading of a report."""
+    """The content under one heading of a report."""
 
     name: str
     title: str
@@ -66,23 +64,23 @@ class Chart:
     table: Table
     views: list[View]
     switch: str = ""
-    """What one chooses, if there is more than one view."""
+    """The label of the switch, if there is more than one view."""
     about: str = ""
-    """What it shows, for people who see it first."""
+    """What the chart shows, as a sentence above it."""
     beside: tuple[str, str] | None = None
-    """A file with more, and what it is."""
+    """A file with more data, and its description."""
     many: bool = False
-    """So many views that they are a list to choose from."""
+    """Whether there are so many views that the switch is a list."""
 
 
 def number(value: float) -> float | int:
-    """A number with as many digits as can be seen."""
+    """A number with `DIGITS` significant digits."""
     short = float(f"{value:.{DIGITS}g}")
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def numbers(values: Iterable[float]) -> list[float | int]:
-    """Each with as many digits as can be seen."""
+    """The numbers with `DIGITS` significant digits each."""
     return [number(value) for value in values]
 
 
@@ -101,5 +99,5 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 
 
 def escaped(text: str) -> str:
-    """Text inside a figure, where tags would have a meaning."""
+    """Text for a figure, with the characters of tags escaped."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,7 +1,7 @@
 """Groups: runs that differ in their seed only are one line of a table and one colour of a chart.
 
-Groups of one method are told apart by what else differs: "ssp:staleness=3, 8 workers". What is never drawn on one axis
-is kept in different sections: other tasks, and virtual seconds beside real ones.
+Groups of one method are named by the settings in which they differ: "ssp:staleness=3, 8 workers". Different tasks, and
+virtual and real seconds, are never drawn on one axis: they have sections of their own.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from statistics import median
 from typing import Any
 
 from manyhands.report.measures import Measures, Target, totals
-from manyhands.report.reading import Run
+from manyhands.report.reading import RecordedRun
 
 ALIKE = ("method", "strategy", "workers", "servers", "replicas", "link", "cluster", "batch_size", "start", "steps")
-"""What runs of one group have in common."""
+"""Fields of the header that are equal in all runs of a group."""
 SAID = {"workers": "{} worker{s}", "servers": "{} server{s}", "batch_size": "batches of {}", "steps": "{} step{s}"}
 
 
 @dataclass(frozen=True)
-class Member:
-    """One run of a section, under the name that it has there."""
+class GroupedRun:
+    """One run of a section, with its names there."""
 
-    run: Run
+    run: RecordedRun
     name: str
-    """Of its group."""
+    """The name of its group."""
     label: str
-    """Its own: name and seed."""
-    place: int
-    """Of its group: the colour."""
+    """The name of the run: group and seed."""
+    index: int
+    """The index of its group, which determines the colour."""
 
     @cached_property
     def measures(self) -> Measures:
@@ -40,38 +40,38 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """Runs that differ in their seed only."""
 
     name: str
-    place: int
-    members: list[Member]
+    index: int
+    members: list[GroupedRun]
 
     @property
-    def typical(self) -> Member:
-        """The run in the middle: by accuracy or, where there is none, by loss. A failed one only if all are."""
+    def typical(self) -> GroupedRun:
+        """The median run, by accuracy or, without one, by loss. A failed run only if all have failed."""
         done = [member for member in self.members if member.run.failure is None] or self.members
         return sorted(done, key=_goodness)[len(done) // 2]
 
     def middle(self, values: Sequence[float | None]) -> float | None:
-        """The median of those that there are."""
+        """The median of the values that are not None."""
         found = [value for value in values if value is not None]
         return median(found) if found else None
 
 
 @dataclass(frozen=True)
 class Section:
-    """Runs that may stand on one axis."""
+    """Runs that may be drawn on one axis: of one task, in one kind of time."""
 
     task: str
     virtual: bool
-    groups: list[Group]
+    groups: list[RunGroup]
     slug: str
-    """For ids and names of files."""
+    """The name in ids and file names."""
     target: Target | None = None
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[GroupedRun]:
         return [member for group in self.groups for member in group.members]
 
     @property
@@ -80,26 +80,26 @@ class Section:
 
     @cached_property
     def totals(self) -> dict[int, dict[str, Any]]:
-        """What each run came to, by the identity of the run."""
+        """The totals of each run, by the identity of the run."""
         found = {}
         for member in self.members:
             row = totals(member.run, self.target)
-            found[id(member.run)] = row if member.run.held else {**row, "memory": None}
+            found[id(member.run)] = row if member.run.memory else {**row, "memory": None}
         return found
 
-    def total(self, member: Member) -> dict[str, Any]:
+    def total(self, member: GroupedRun) -> dict[str, Any]:
         return self.totals[id(member.run)]
 
 
-def _goodness(member: Member) -> tuple[float, float]:
+def _goodness(member: GroupedRun) -> tuple[float, float]:
     m = member.measures
     accuracy, loss = (float(curve.values[-1]) if len(curve.values) else 0.0 for curve in (m.accuracy, m.loss))
     return accuracy, -loss
 
 
-def sections(runs: Sequence[Run], target: Target | None = None) -> list[Section]:
-    """One for each task and kind of time, in the order of their first runs."""
-    found: dict[tuple[str, bool], list[Run]] = {}
+def sections(runs: Sequence[RecordedRun], target: Target | None = None) -> list[Section]:
+    """One section for each task and kind of time, in the order of their first runs."""
+    found: dict[tuple[str, bool], list[RecordedRun]] = {}
     for run in runs:
         found.setdefault((run.task, run.header.get("world") == "virtual"), []).append(run)
     made: list[Section] = []
@@ -115,19 +115,19 @@ def _slug(task: str, virtual: bool) -> str:
     return f"{word}-{'virtual' if virtual else 'real'}"
 
 
-def _groups(runs: Sequence[Run]) -> list[Group]:
-    alike: dict[str, list[Run]] = {}
+def _groups(runs: Sequence[RecordedRun]) -> list[RunGroup]:
+    alike: dict[str, list[RecordedRun]] = {}
     for run in runs:
         alike.setdefault(json.dumps([run.header.get(name) for name in ALIKE], default=str), []).append(run)
     sets = list(alike.values())
     names = _names([some[0] for some in sets])
     return [
-        Group(name, place, _members(name, place, some))
-        for place, (name, some) in enumerate(zip(names, sets, strict=True))
+        RunGroup(name, index, _members(name, index, some))
+        for index, (name, some) in enumerate(zip(names, sets, strict=True))
     ]
 
 
-def _members(name: str, place: int, runs: Sequence[Run]) -> list[Member]:
+def _members(name: str, index: int, runs: Sequence[RecordedRun]) -> list[GroupedRun]:
     seeds = [run.seed for run in runs]
     labels = [f"{name}, seed {run.seed}" for run in runs]
     twins = [seeds.count(seed) > 1 for seed in seeds]
@@ -136,11 +136,11 @@ def _members(name: str, place: int, runs: Sequence[Run]) -> list[Member]:
         f"{label} ({folder or n})" if twin else label
         for n, (label, twin, folder) in enumerate(zip(labels, twins, folders, strict=True), 1)
     ]
-    return [Member(run, name, label, place) for run, label in zip(runs, named, strict=True)]
+    return [GroupedRun(run, name, label, index) for run, label in zip(runs, named, strict=True)]
 
 
-def _names(firsts: Sequence[Run]) -> list[str]:
-    """Each group's method and, where several have the same, what tells it from the others."""
+def _names(firsts: Sequence[RecordedRun]) -> list[str]:
+    """The method of each group and, where several groups have the same one, the settings in which they differ."""
     names = []
     for run in firsts:
         twins = [other for other in firsts if other.method == run.method]
@@ -150,7 +150,7 @@ def _names(firsts: Sequence[Run]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name} (no. {n})" for n, name in enumerate(names, 1)]
 
 
-def _words(key: str, run: Run, twins: Sequence[Run]) -> list[str]:
+def _words(key: str, run: RecordedRun, twins: Sequence[RecordedRun]) -> list[str]:
     if key == "cluster":
         return _cluster_words([twin.header.get(key) or {} for twin in twins], run.header.get(key) or {})
     value = run.header.get(key)
@@ -158,7 +158,7 @@ def _words(key: str, run: Run, twins: Sequence[Run]) -> list[str]:
 
 
 def _cluster_words(all_of_them: Sequence[Mapping[str, Any]], one: Mapping[str, Any]) -> list[str]:
-    """What is peculiar to this cluster; numbers are said, lists only named, and nothing is nothing peculiar."""
+    """The settings in which this cluster differs: numbers with their value, lists and tables by name."""
     words = []
     for key in sorted({key for cluster in all_of_them for key in cluster} - {"workers", "servers"}):
         values = {json.dumps(cluster.get(key), default=str) for cluster in all_of_them}

@@ -1,4 +1,4 @@
-"""The page of a report: what records say, put into page.html beside page.css, page.js and the chart library."""
+"""The page of a report: page.html filled with tables, charts, page.css, page.js and the chart library."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from manyhands import __version__
 from manyhands.report import repeat, summary
 from manyhands.report.chart import Chart, View
 from manyhands.report.groups import Section
-from manyhands.report.look import DARK, LIGHT, plural
+from manyhands.report.theme import DARK, LIGHT, plural
 
 SHARED = 8
-"""Lists that are as long as this are kept once, however often they are drawn."""
+"""Lists of at least this length are stored once, however many figures use them."""
 
 
 def page(title: str, sections: Sequence[Section], charts: Mapping[str, Sequence[Chart]], notes: Sequence[str]) -> str:
@@ -48,11 +48,11 @@ def _library() -> str:
     return str(get_plotlyjs()).replace("</script", "<\\/script")
 
 
-# -- what the script draws ------------------------------------------------------------------------------
+# -- data for the script - ------------------------------------------------------------------------------
 
 
 def data(charts: Mapping[str, Sequence[Chart]]) -> str:
-    """All charts as JSON that may stand inside a script: long lists once, and no `<`."""
+    """All charts as JSON that is safe inside a script element: long lists once, and no `<`."""
     shared = _Shared()
     drawn = {f"{slug}-{chart.name}": _drawn(chart, shared) for slug, some in charts.items() for chart in some}
     whole = {"light": LIGHT, "dark": DARK, "charts": drawn, "lists": shared.lists}
@@ -60,11 +60,11 @@ def data(charts: Mapping[str, Sequence[Chart]]) -> str:
 
 
 class _Shared:
-    """Lists that were seen before are referred to by their number."""
+    """Replaces a list that was seen before by its number."""
 
     def __init__(self) -> None:
         self.lists: list[list[Any]] = []
-        self._places: dict[tuple[Any, ...], int] = {}
+        self._indices: dict[tuple[Any, ...], int] = {}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -73,10 +73,10 @@ class _Shared:
             return value
         if len(value) < SHARED or isinstance(value[0], dict | list):
             return [self(one) for one in value]
-        place = self._places.setdefault(tuple(value), len(self.lists))
-        if place == len(self.lists):
+        index = self._indices.setdefault(tuple(value), len(self.lists))
+        if index == len(self.lists):
             self.lists.append(list(value))
-        return {"list": place}
+        return {"list": index}
 
 
 def _drawn(chart: Chart, shared: _Shared) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _drawn(chart: Chart, shared: _Shared) -> dict[str, Any]:
     return {"title": chart.title, "many": chart.many, "columns": chart.table.columns, "views": views, "parts": parts}
 
 
-# -- what stands on the page ----------------------------------------------------------------------------
+# -- HTML of the page ------ ----------------------------------------------------------------------------
 
 
 def _link(target: str, text: str) -> str:
@@ -105,13 +105,13 @@ def _heading(section: Section) -> str:
 
 
 def _section(section: Section, charts: Sequence[Chart]) -> str:
-    told = repeat.warnings(section.members)
-    warned = "".join(f"<li>{escape(text)}</li>" for text in told)
+    warnings = repeat.warnings(section.members)
+    items = "".join(f"<li>{escape(text)}</li>" for text in warnings)
     return "\n".join(
         [
             f'<section aria-labelledby="{section.slug}">',
             f'<h2 id="{section.slug}">{escape(_heading(section))}</h2>',
-            f'<ul class="warning">{warned}</ul>' if told else "",
+            f'<ul class="warning">{items}</ul>' if warnings else "",
             f'<div class="card">{_summary(section)}</div>',
             *(_chart(section, chart) for chart in charts),
             "</section>",
@@ -123,21 +123,21 @@ def _summary(section: Section) -> str:
     shown = summary.columns(section)
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in ("method", "seeds", *(c.title for c in shown)))
     rows = "".join(_summary_row(line) for line in summary.lines(section))
-    best = "the first to reach the target first" if section.target else "the best answer first"
-    about = f"Medians over seeds, with the range below if there are several; {best}. Failed runs come last."
+    best = "ordered by time to target" if section.target else "ordered by final accuracy or loss"
+    about = f"Medians over seeds, with the range below if there are several; {best}. Failed runs are last."
     inside = f"<caption>Summary</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody>"
     table = _scrolling("Summary", f'<table class="summary">{inside}</table>')
     return f'<p class="about">{about}</p>{table}'
 
 
-def _summary_row(line: summary.Line) -> str:
+def _summary_row(line: summary.SummaryLine) -> str:
     failure = f'<span class="failure">failed: {escape(line.failure)}</span>' if line.failure else ""
     cells = "".join(f"<td>{escape(c.text)}{_spread(c.spread)}</td>" for c in line.cells)
     return f'<tr><th scope="row">{_breakable(line.name)}{failure}</th><td>{escape(line.seeds)}</td>{cells}</tr>'
 
 
 def _breakable(name: str) -> str:
-    """A name that may be broken after its signs."""
+    """A name that may be broken after punctuation."""
     return re.sub(r"([:,(])", r"\1<wbr>", escape(name))
 
 
@@ -189,11 +189,11 @@ def _choice(slug: str, number: int, view: View) -> str:
 
 
 def _repeat(sections: Sequence[Section], notes: Sequence[str]) -> str:
-    told = repeat.facts([member for section in sections for member in section.members], notes)
-    rows = "".join(f"<dt>{escape(title)}</dt><dd>{_lines(said)}</dd>" for title, said in told)
+    facts = repeat.facts([member for section in sections for member in section.members], notes)
+    rows = "".join(f"<dt>{escape(title)}</dt><dd>{_lines(texts)}</dd>" for title, texts in facts)
     inside = f'<h2 id="repeat">How to repeat it</h2><div class="card"><dl>{rows}</dl></div>'
     return f'<section aria-labelledby="repeat">{inside}</section>'
 
 
-def _lines(said: Sequence[str]) -> str:
-    return "".join(f"<code>{escape(text)}</code>" for text in said)
+def _lines(texts: Sequence[str]) -> str:
+    return "".join(f"<code>{escape(text)}</code>" for text in texts)

@@ -1,4 +1,4 @@
-"""What a run depends on besides its seed: versions, machine, and the command that started it."""
+"""Provenance of a run: versions, machine, and the command that started it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PACKAGES = ("torch", "numpy", "greenlet", "msgpack", "orjson", "safetensors", "r
 
 @cache
 def versions() -> dict[str, str | None]:
-    """Ours, and those of the packages we stand on."""
+    """The versions of manyhands, Python and the packages it uses."""
     return {"manyhands": __version__, **{name: version(name) for name in PACKAGES}, "python": platform.python_version()}
 
 
 def version(name: str) -> str | None:
-    """The version of an installed package."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ def version(name: str) -> str | None:
 
 @cache
 def hardware() -> dict[str, Any]:
-    """System, processor, cores we may use, memory."""
+    """System, processor, usable cores, memory."""
     return {
         "platform": platform.platform(),
         "processor": _processor(),
@@ -58,7 +58,7 @@ def _memory() -> int | None:
 
 
 def provenance() -> dict[str, Any]:
-    """What anyone needs to repeat this: when, by which command, with what, where."""
+    """What it takes to repeat a run: time, command, versions, machine."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv[0] else None,

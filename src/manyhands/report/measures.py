@@ -1,14 +1,14 @@
-"""Measures: what the lines of a run amount to. Curves, time to target, where time went, who was slow.
+"""Measures: what is computed from the lines of a run: curves, time to target, time by activity, stragglers.
 
-Time here is training time: what everyone rested for an evaluation or a checkpoint is left out.
+Time here is training time: pauses for an evaluation or a checkpoint are left out.
 
-    rank 0   ====step====|.......... rest ...........|====step====
-    rank 1   =========step=========|...... rest .....|===step===
-                                   [    left out     ]    if all wait for the last one anyway, sooner or later
-                              [       left out       ]    else, from when on the average of their work they rest
+    rank 0   ====step====|.......... pause ..........|====step====
+    rank 1   =========step=========|..... pause .....|===step===
+                                   [    left out     ]    `bounded`: all workers wait for the slowest one in any case
+                              [       left out       ]    else from the mean of `from`, weighted by steps taken
 
-Samples are those of the whole job. Bytes are those of all ranks: servers tell theirs only at the end, so what they sent
-is spread over the workers' bytes.
+Samples are those of the whole job. Bytes are those of all ranks: those of servers are known only as a total at the end,
+so they are spread over the steps in proportion to the workers' bytes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.core.errors import Refused, refuse_unless, unknown
-from manyhands.core.lines import Line
-from manyhands.report.reading import Run
+from manyhands.core.record import PauseLine, StepLine
+from manyhands.report.reading import RecordedRun
 
 WINDOW = 0.05
-"""Of the losses of a run: what a loss is averaged over, for one mini-batch says little."""
+"""The share of a run that a loss is averaged over: the loss of one mini-batch is too noisy."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be reached: `accuracy` at least, or `loss` at most, this value."""
+    """The value to reach: an `accuracy` of at least, or a `loss` of at most, `value`."""
 
     what: str
     value: float
@@ -44,7 +44,7 @@ class Target:
         return f"{self.what} {self.value:g}"
 
     def reached(self, values: Floats) -> NDArray[np.bool]:
-        """Which of these values will do."""
+        """Which of these values reach it."""
         return values >= self.value if self.what == "accuracy" else values <= self.value
 
 
@@ -52,7 +52,7 @@ BOUNDS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "accuracy": ("> 0 and <= 1", lambda value: 0 < value <= 1),
     "loss": ("> 0 and finite", lambda value: 0 < value < math.inf),
 }
-"""What can be a target, and which values make sense."""
+"""The measures that can be a target, each with the range of its values."""
 
 
 def parse_target(text: str) -> Target:
@@ -81,7 +81,7 @@ class Curve:
     values: Floats
 
     def first(self, target: Target) -> dict[str, float] | None:
-        """Where the target was reached first; None if it never was."""
+        """The first point at which the target was reached; None if it never was."""
         found = np.flatnonzero(target.reached(self.values))
         if not found.size:
             return None
@@ -89,18 +89,18 @@ class Curve:
 
 
 class Measures:
-    """What one run amounts to."""
+    """Curves and totals of one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RecordedRun) -> None:
         self.run = run
         self._ends = np.array([line["time"] for line in run.steps], float)
 
     # -- the three axes ---------------------------------------------------------------------------
 
     @cached_property
-    def rests(self) -> list[tuple[float, float]]:
-        """When nobody trained, because of an evaluation or a checkpoint."""
-        by_rank: dict[int, list[Line]] = {}
+    def pauses(self) -> list[tuple[float, float]]:
+        """The intervals that are left out: no worker trained, because of an evaluation or a checkpoint."""
+        by_rank: dict[int, list[PauseLine]] = {}
         for line in self.run.pauses:
             by_rank.setdefault(line["paused"], []).append(line)
         most = max(map(len, by_rank.values()), default=0)
@@ -108,8 +108,8 @@ class Measures:
         spans = [(self._begin(pauses), min(float(p["to"]) for p in pauses)) for pauses in together]
         return [(start, stop) for start, stop in spans if stop > start]
 
-    def _begin(self, pauses: Sequence[Line]) -> float:
-        """When a rest begins for the job as a whole."""
+    def _begin(self, pauses: Sequence[PauseLine]) -> float:
+        """When a pause begins for the job as a whole."""
         if self.run.header.get("bounded", True):
             return max(float(one["from"]) for one in pauses)
         work = [len(self.by_rank.get(one["paused"], ())) for one in pauses]
@@ -118,7 +118,7 @@ class Measures:
     def clock(self, time: Floats | float) -> Floats:
         """Training seconds at these moments."""
         at = np.asarray(time, float)
-        for start, stop in reversed(self.rests):
+        for start, stop in reversed(self.pauses):
             at = at - (np.clip(at, start, stop) - start)
         return at
 
@@ -134,23 +134,23 @@ class Measures:
 
     @cached_property
     def _bytes(self) -> Floats:
-        """Sent by all ranks until each step, without what evaluations took."""
+        """Sent by all ranks until each step, without the bytes of pauses."""
         pauses = sorted(self.run.pauses, key=lambda line: float(line["to"]))
         sent: dict[int, float] = {}
         paused: dict[int, float] = {}
-        total, place, column = 0.0, 0, []
+        total, ended, column = 0.0, 0, []
         for line in self.run.steps:
-            while place < len(pauses) and pauses[place]["to"] <= line["time"]:
-                paused[pauses[place]["paused"]] = paused.get(pauses[place]["paused"], 0) + pauses[place]["bytes"]
-                place += 1
+            while ended < len(pauses) and (pause := pauses[ended])["to"] <= line["time"]:
+                paused[pause["paused"]] = paused.get(pause["paused"], 0) + pause["bytes"]
+                ended += 1
             now = line["bytes"] - paused.get(line["rank"], 0)
             total += now - sent.get(line["rank"], 0)
             sent[line["rank"]] = now
             column.append(total)
-        return np.array(column, float) * self._servers_too(total, sum(paused.values()))
+        return np.array(column, float) * self._server_factor(total, sum(paused.values()))
 
-    def _servers_too(self, workers: float, paused: float) -> float:
-        """By how much all ranks sent more than the workers did."""
+    def _server_factor(self, workers: float, paused: float) -> float:
+        """Bytes that all ranks sent over bytes that workers sent."""
         if not self.run.header.get("servers") or not workers or self.run.end is None:
             return 1.0
         return max(1.0, (float(self.run.end.get("bytes_sent") or 0) - paused) / workers)
@@ -161,25 +161,25 @@ class Measures:
     def loss(self) -> Curve:
         """The loss of mini-batches, averaged over a moving window."""
         rows = [(n, line["loss"]) for n, line in enumerate(self.run.steps) if line["loss"] is not None]
-        places, losses = _columns(rows)
+        indices, losses = _columns(rows)
         window = max(1, round(WINDOW * len(losses)))
         total = np.concatenate([[0.0], np.cumsum(losses)])
         last = np.arange(1, len(losses) + 1)
         first = np.maximum(0, last - window)
-        return Curve(*self._at(self._ends[places.astype(int)]), (total[last] - total[first]) / (last - first))
+        return Curve(*self._at(self._ends[indices.astype(int)]), (total[last] - total[first]) / (last - first))
 
     @cached_property
     def accuracy(self) -> Curve:
-        """What evaluations found; the last one is that of the answer."""
+        """The results of evaluations; the last one is that of the final weights."""
         rows = [(line["time"], line["accuracy"]) for line in self.run.evaluations if line["accuracy"] is not None]
-        final = (self.run.end or {}).get("test_accuracy")
+        final = None if self.run.end is None else self.run.end.get("test_accuracy")
         if final is not None and len(self._ends):
             rows.append((float(self._ends[-1]), final))
         times, found = _columns(rows)
         return Curve(*self._at(times), found)
 
     def to_target(self, target: Target) -> dict[str, float] | None:
-        """Seconds, samples and bytes until it was reached."""
+        """Seconds, samples and bytes until the target was reached; None if it never was."""
         return (self.accuracy if target.what == "accuracy" else self.loss).first(target)
 
     # -- totals -----------------------------------------------------------------------------------
@@ -203,21 +203,21 @@ class Measures:
 
     @property
     def memory(self) -> int:
-        """Bytes of tensors that the rank with the most of them kept."""
-        return max(self.run.held.values(), default=0)
+        """Bytes of tensors between steps, of the rank with the most."""
+        return max(self.run.memory.values(), default=0)
 
     # -- ranks ------------------------------------------------------------------------------------
 
     @cached_property
-    def by_rank(self) -> dict[int, list[Line]]:
+    def by_rank(self) -> dict[int, list[StepLine]]:
         """The steps of each rank."""
-        rows: dict[int, list[Line]] = {}
+        rows: dict[int, list[StepLine]] = {}
         for line in self.run.steps:
             rows.setdefault(line["rank"], []).append(line)
         return dict(sorted(rows.items()))
 
     def spent(self) -> dict[int, dict[str, float]]:
-        """Seconds of each rank by what it did: compute, encode, wait, send, other."""
+        """Seconds of each rank by activity: compute, encode, wait, send, other."""
         found = {}
         for rank, lines in self.by_rank.items():
             parts = {name: float(sum(line[name] for line in lines)) for name in ("compute", "encode", "wait", "send")}
@@ -226,20 +226,20 @@ class Measures:
         return found
 
     def waiting(self) -> float:
-        """The share of their time in which workers wait for others."""
+        """The share of the workers' time in which they wait for other ranks."""
         rows = self.spent().values()
         total = sum(sum(row.values()) for row in rows)
         return sum(row["wait"] for row in rows) / total if total else 0.0
 
     def stragglers(self) -> dict[int, float]:
-        """Each rank's median compute time in times of the group's."""
+        """Each rank's median compute time, relative to the median of all ranks."""
         own = {rank: median(line["compute"] for line in lines) for rank, lines in self.by_rank.items()}
         group = median(own.values()) if own else 0.0
         return {rank: value / group if group else 1.0 for rank, value in own.items()}
 
 
-def totals(run: Run, target: Target | None = None) -> dict[str, Any]:
-    """One row of a table: what the run came to."""
+def totals(run: RecordedRun, target: Target | None = None) -> dict[str, Any]:
+    """One row of a table: the totals of a run."""
     m = Measures(run)
     final = None if run.end is None else run.end.get("test_accuracy")
     reached = None if target is None else m.to_target(target)
@@ -264,7 +264,7 @@ def totals(run: Run, target: Target | None = None) -> dict[str, Any]:
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> Floats:
-    """The first ones and the second ones."""
+    """The first and the second components, each as an array."""
     return np.array(pairs, float).reshape(-1, 2).T
 
 

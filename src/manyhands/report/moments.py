@@ -1,10 +1,10 @@
-"""Moments: what each rank did when, as steps, pauses and faults of the record tell it.
+"""Moments: the activities of each rank over time, from the steps, pauses and faults of the record.
 
     | wait |== compute ==|= encode =|- send -| wait | other |
     began  compute_began                                    time
 
-The record has the length of each part but only one moment inside a step. What lies before it is waiting first, as far
-as the step has waited, then sending and encoding; the rest follows in the order drawn.
+The record has the length of each activity but only one moment inside a step, `compute_began`. The time before it is
+filled with waiting, as far as the step has waited, then with sending and encoding; the rest follows in the order drawn.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from manyhands.core.lines import Line
-from manyhands.report.reading import Run
+from manyhands.core.record import StepLine
+from manyhands.report.reading import RecordedRun
 
 UNITS = {"min": 60.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "s": 1.0, "": 1.0}
 
 
-class Segment(NamedTuple):
-    """A rank did one thing for a while."""
+class TimelineSegment(NamedTuple):
+    """One activity of a rank, without interruption."""
 
     rank: int
     step: int
@@ -40,8 +40,8 @@ class Incident:
     text: str
 
 
-def segments(line: Line) -> Iterator[Segment]:
-    """The parts of one step that took any time, one after the other."""
+def segments(line: StepLine) -> Iterator[TimelineSegment]:
+    """The activities of one step that took any time, in order."""
     rank, step, at, end = line["rank"], line["step"], line["began"], line["time"]
     gap = max(0.0, min(line["compute_began"], end) - at)
     parts, later = [], []
@@ -51,14 +51,14 @@ def segments(line: Line) -> Iterator[Segment]:
         parts.append((name, before))
         later.append((name, line[name] - before))
     for name, seconds in (*parts, ("other", gap), ("compute", line["compute"]), *reversed(later), ("other", end)):
-        length = min(seconds, end - at)  # of the last one as much as is left
+        length = min(seconds, end - at)  # the last one takes the remaining time
         if length > 0:
-            yield Segment(rank, step, name, at, length)
+            yield TimelineSegment(rank, step, name, at, length)
             at += length
 
 
-def incidents(run: Run) -> list[Incident]:
-    """Who was lost and who was slowed down, in the order of time."""
+def incidents(run: RecordedRun) -> list[Incident]:
+    """The ranks that were lost or slowed down, in the order of time."""
     cluster = run.header.get("cluster") or {}
     faults = [fault for fault in cluster.get("faults") or [] if isinstance(fault, Mapping)]
     slowed = cluster.get("stragglers") or []
@@ -77,7 +77,7 @@ def _slowed(fault: Mapping[str, Any]) -> Iterator[Incident]:
         yield Incident(rank, seconds(fault.get("at", 0.0)), "slow", text)
 
 
-def _last_seen(run: Run, rank: int) -> float:
+def _last_seen(run: RecordedRun, rank: int) -> float:
     return max((float(line["time"]) for line in run.steps if line["rank"] == rank), default=0.0)
 
 

@@ -1,6 +1,6 @@
-"""The report: one page that needs nothing else, its numbers as CSV files beside it, and a trace of all ranks.
+"""The report: one self-contained page, its numbers as CSV files beside it, and a trace of all ranks.
 
-out/report.html      the page; opens without a network
+out/report.html      the page; it needs no network
 out/data/*.csv       the numbers of each chart
 out/trace.json       the timeline of all ranks, for Perfetto
 out/*.png            the main figures, if asked for
@@ -16,15 +16,15 @@ from manyhands.core.errors import refuse_unless
 from manyhands.report.chart import Chart, Table
 from manyhands.report.charts.curves import curves
 from manyhands.report.charts.pareto import pareto
-from manyhands.report.charts.spent import spent
 from manyhands.report.charts.staleness import staleness
 from manyhands.report.charts.stragglers import stragglers
+from manyhands.report.charts.time_breakdown import spent
 from manyhands.report.charts.timeline import timeline
 from manyhands.report.groups import Section, sections
 from manyhands.report.html import page
 from manyhands.report.measures import Target
 from manyhands.report.pictures import write_pictures
-from manyhands.report.reading import Run
+from manyhands.report.reading import RecordedRun
 from manyhands.report.trace import write_trace
 
 CHARTS = (curves, pareto, staleness, spent, timeline, stragglers)
@@ -33,7 +33,7 @@ PICTURED = ("curves", "pareto", "spent")
 
 
 def write_report(
-    runs: Sequence[Run],
+    runs: Sequence[RecordedRun],
     out: Path,
     *,
     target: Target | None = None,
@@ -44,12 +44,12 @@ def write_report(
     """Write the report of these runs into the folder `out`, and return the path of the page.
 
     Args:
-        runs: what to report; runs of different tasks get sections of their own.
-        out: a folder, made if need be; only files of a report are written there.
-        target: what is to be reached, for the time, bytes and memory that it took.
+        runs: the runs to report; those of different tasks get sections of their own.
+        out: a folder, created if need be; only files of a report are written there.
+        target: the accuracy or loss to reach; the report shows time, bytes and memory until then.
         title: the heading; if empty it names methods and tasks.
-        notes: what else readers should know, such as what was not run and why.
-        png: write the main figures as pictures too; needs kaleido and a browser, else NoPictures is raised at the end.
+        notes: further remarks for the reader, such as runs that were left out.
+        png: write the main figures as PNG files too; needs kaleido and a browser, else NoPictures is raised at the end.
     """
     refuse_unless(bool(runs), "the number of runs", len(runs), ">= 1")
     parts = sections(runs, target)
@@ -60,7 +60,7 @@ def write_report(
             write_csv(chart.table, out / "data" / f"{slug}-{chart.name}.csv")
     write_trace([member for section in parts for member in section.members], out / "trace.json")
     (out / NAME).write_text(page(title or _title(parts), parts, charts, notes), encoding="utf-8")
-    if png:  # last, for whatever they need may be missing
+    if png:  # last, because kaleido or the browser may be missing
         write_pictures(_figures(charts), out)
     return out / NAME
 

@@ -1,4 +1,4 @@
-"""The main figures as PNG files, drawn by kaleido in a browser that is installed already, wherever that is."""
+"""The main figures as PNG files, drawn by kaleido in an installed browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRID = "#d9dde3"
 
 
 class NoPictures(ManyhandsError):
-    """Pictures could not be drawn; everything else of the report is there."""
+    """The PNG files could not be drawn; the rest of the report is complete."""
 
 
 def write_pictures(charts: Mapping[str, Chart], out: Path) -> list[Path]:
@@ -30,8 +30,8 @@ def write_pictures(charts: Mapping[str, Chart], out: Path) -> list[Path]:
 
     script = Path(offline.__file__).parent.parent / "package_data" / "plotly.min.js"
     paths = {name: out / f"{name}.png" for name in charts}
-    work = [_order(chart, paths[name]) for name, chart in charts.items()]
-    options = {"mathjax": False, "plotlyjs": str(script), "n": 1}  # nothing comes from a network
+    work = [_request(chart, paths[name]) for name, chart in charts.items()]
+    options = {"mathjax": False, "plotlyjs": str(script), "n": 1}  # without a network
     try:
         kaleido.write_fig_from_object_sync(work, kopts=options)
     except Exception as error:
@@ -41,14 +41,14 @@ def write_pictures(charts: Mapping[str, Chart], out: Path) -> list[Path]:
     return list(paths.values())
 
 
-def _order(chart: Chart, path: Path) -> dict[str, Any]:
+def _request(chart: Chart, path: Path) -> dict[str, Any]:
     figure = on_paper(chart.views[0].figure)
     size = {"width": WIDTH, "height": figure["layout"]["height"] + 60, "scale": SCALE, "format": "png"}
     return {"fig": figure, "path": str(path), "opts": size}
 
 
 def on_paper(figure: Figure) -> Figure:
-    """The figure in dark ink on white."""
+    """The figure in dark colours on white."""
     drawn = copy.deepcopy(figure)
     layout = drawn["layout"]
     layout |= {"paper_bgcolor": "#ffffff", "plot_bgcolor": "#ffffff"}

@@ -1,9 +1,9 @@
-"""How far a run is, on stderr: a bar on a terminal, a line every tenth of the way when piped.
+"""The progress of a run, on stderr: a bar on a terminal, a line after every tenth of the samples when piped.
 
     ssp on digits ━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━  62 %  loss 0.2134  15,310 samples/s  0:00:04 left
 
 A run calls `start` once with its budget, `step` with every line of its record, and `stop`, which may be called twice.
-Steps of real processes are told by the thread that watches over them, and a run may be stopped meanwhile.
+With real processes `step` is called by the thread that monitors them, and another thread may call `stop` at any time.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Drawing
 
 REDRAW = 0.1
-"""Seconds between two pictures of the bar."""
+"""Seconds between two drawings of the bar."""
 SETTLED = 0.2
-"""Seconds after the first step from which on the rate no longer counts the time that it took to start."""
+"""Seconds after the first step from which the rate leaves out the time before that step."""
 
 
 class Progress(Protocol):
-    """Somebody who is told how far a run is."""
+    """Receives the progress of a run."""
 
     def start(self, total_samples: int, title: str) -> None:
-        """The run begins; it will consume this many samples."""
+        """A run begins, with a budget of so many samples."""
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """One step is done: a line with `samples` and `loss`."""
+        """The next line of the record; those of kind "step" have `samples` and `loss`."""
 
     def stop(self) -> None:
-        """The run is over, or has failed."""
+        """The run has ended or failed."""
 
 
 class Tally:
-    """What both ways of showing it know: samples so far and the mean loss since it was last shown."""
+    """The state of both displays: samples so far, and the mean loss since it was last shown."""
 
     def __init__(self, total: int = 0) -> None:
         self.total = total
@@ -48,35 +48,36 @@ class Tally:
         self._losses: list[float] = []
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Count one step."""
-        self.samples = min(self.total, self.samples + (line.get("samples") or 0))
+        """Count a line, if it is one of a step."""
+        if line["kind"] != "step":
+            return
+        self.samples = min(self.total, self.samples + line["samples"])
         if self._first is None:
             self._first = time.monotonic(), self.samples
-        loss = line.get("loss")
-        if loss is not None:
-            self._losses.append(loss)
+        if line["loss"] is not None:
+            self._losses.append(line["loss"])
 
     def words(self) -> tuple[str, str]:
-        """The loss and the rate, freshly rounded."""
+        """The loss and the rate as text; the next mean loss begins here."""
         if self._losses:
             self.loss = sum(self._losses) / len(self._losses)
             self._losses.clear()
         return "" if self.loss is None else f"loss {self.loss:.4f}", f"{self.rate():,.0f} samples/s"
 
     def rate(self) -> float:
-        """Samples per second of the clock on the wall, since the first step if that was a while ago."""
+        """Samples per second of wall time, counted from the first step once that is `SETTLED` seconds ago."""
         now = time.monotonic()
         if self._first is not None and now - self._first[0] >= SETTLED:
             return (self.samples - self._first[1]) / (now - self._first[0])
         return self.samples / max(now - self.began, 1e-9)
 
     def seconds_left(self) -> float:
-        """What is left at this rate."""
+        """The time that the remaining samples take at this rate."""
         return (self.total - self.samples) / max(self.rate(), 1e-9)
 
 
 class Bar:
-    """A bar for a terminal. It draws when told of a step and never by itself, so no thread stands beside a run."""
+    """A bar for a terminal. It is drawn only from `step`, so that no thread runs beside the job."""
 
     def __init__(self, title: str = "", stream: TextIO | None = None) -> None:
         self.title, self.stream = title, stream or sys.stderr
@@ -86,7 +87,7 @@ class Bar:
         self._busy = threading.RLock()
 
     def start(self, total_samples: int, title: str) -> None:
-        """Draw the empty bar."""
+        """Draw the bar at 0 samples."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -102,14 +103,14 @@ class Bar:
         self.drawing.start()
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Count, and draw if the last picture is old enough."""
+        """Count the line, and draw if the last drawing is old enough."""
         with self._busy:
             self.tally.add(line)
             if time.monotonic() - self.drawn >= REDRAW:
                 self._draw()
 
     def stop(self) -> None:
-        """Draw the last picture and let go of the terminal."""
+        """Draw once more and release the terminal."""
         with self._busy:
             if self.drawing is not None:
                 self._draw()
@@ -125,8 +126,8 @@ class Bar:
         self.drawing.update(task, completed=self.tally.samples, words="  ".join(filter(None, words)), refresh=True)
 
 
-class Lines:
-    """A plain line every tenth of the way, for files and pipes."""
+class ProgressLines:
+    """A plain line after every tenth of the samples, for files and pipes."""
 
     def __init__(self, title: str = "", stream: TextIO | None = None) -> None:
         self.title, self.stream = title, stream or sys.stderr
@@ -134,12 +135,12 @@ class Lines:
         self.tenths = 0
 
     def start(self, total_samples: int, title: str) -> None:
-        """Say what begins."""
+        """Print the title and the budget."""
         self.tally, self.tenths = Tally(total_samples), 0
         print(f"{self.title or title}: {total_samples:,} samples", file=self.stream, flush=True)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Count, and print if another tenth is done."""
+        """Count the line, and print if another tenth is complete."""
         self.tally.add(line)
         tenths = int(10 * self.tally.samples / max(self.tally.total, 1))
         if tenths > self.tenths:
@@ -149,7 +150,7 @@ class Lines:
             print("  ".join(filter(None, words)), file=self.stream, flush=True)
 
     def stop(self) -> None:
-        """Nothing is held, so nothing is let go."""
+        """There is nothing to release."""
 
 
 def clock(seconds: float) -> str:
@@ -158,6 +159,6 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def choose(title: str = "") -> Bar | Lines:
-    """A bar if somebody is watching stderr, else lines; `title` says more than the run itself can."""
-    return Bar(title) if sys.stderr.isatty() else Lines(title)
+def choose(title: str = "") -> Bar | ProgressLines:
+    """A bar if stderr is a terminal, else lines; `title` replaces that of the run."""
+    return Bar(title) if sys.stderr.isatty() else ProgressLines(title)

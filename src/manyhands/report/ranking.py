@@ -1,10 +1,10 @@
-"""Ranking: methods side by side, by how soon they reach the target.
+"""Ranking: methods side by side, ordered by their time to target.
 
     time to target  =  samples to target  /  samples per second
                        statistical           hardware efficiency
 
-Every method stands for all its seeds: medians, and how far the others lie from them. First come those that reached the
-target with the most seeds, the soonest first; then those that did not, the best first; then those that failed.
+Every method has one row with the medians over its seeds and their range. First are the methods that reached the target
+with the most seeds, ordered by time; then those that did not, ordered by quality; then those that failed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from manyhands.report.measures import Target, totals
-from manyhands.report.reading import Run
+from manyhands.report.reading import RecordedRun
 
 Row = dict[str, Any]
 
@@ -23,20 +23,20 @@ MEDIANS = (
     *("seconds_to_target", "samples_to_target", "bytes_to_target", "samples_per_second", "accuracy", "loss"),
     *("seconds", "samples", "bytes", "mean_lag", "max_lag", "waiting", "memory"),
 )
-"""What a row has the median over seeds of."""
+"""The fields of a row that are medians over seeds."""
 
 
-def ranking(runs: Sequence[Run], target: Target | None = None) -> list[Row]:
+def ranking(runs: Sequence[RecordedRun], target: Target | None = None) -> list[Row]:
     """A row for each method, the best first."""
     by_method: dict[str, list[Row]] = {}
     for run in runs:
         by_method.setdefault(run.method, []).append(totals(run, target))
     best = sorted(by_method.items(), key=lambda pair: standing(pair[1], target))
-    return [{"rank": place, **_row(method, found)} for place, (method, found) in enumerate(best, 1)]
+    return [{"rank": index, **_row(method, found)} for index, (method, found) in enumerate(best, 1)]
 
 
 def standing(found: Sequence[Row], target: Target | None = None) -> tuple[float, ...]:
-    """Where a method stands among others, by what its runs came to: less is better."""
+    """The sort key of a method, from the totals of its runs: less is better."""
     failed = sum(one["failure"] is not None for one in found)
     done = [one for one in found if one["failure"] is None] or found
     accuracy, loss, seconds = (_median(done, name) for name in ("accuracy", "loss", "seconds"))
@@ -68,6 +68,6 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
 
 
 def _spread(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float] | None:
-    """The least and the most, of several."""
+    """The range; None unless there are several values."""
     values = [row[name] for row in rows]
     return (min(values), max(values)) if len(values) > 1 else None

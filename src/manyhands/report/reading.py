@@ -1,7 +1,7 @@
-"""Reading records: a run as its lines tell it, also if they end in the middle.
+"""Reading records: the lines of a run in order, also of a record that is cut short.
 
-A record that was gone on with has several first lines, one for each time it was started: their clocks and counts are
-put one after the other.
+A resumed run has several headers in its record, one for each time it was started. Their clocks and counts are
+concatenated.
 
     header  steps, evaluations, pauses  end   |   header  steps ...  end
             0 ................. 3.2 s                     0 ........ 1.1 s     read as 3.2 s .... 4.3 s
@@ -16,30 +16,39 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import Refused
-from manyhands.core.lines import Line
-from manyhands.report.record import FORMAT, NAME
+from manyhands.core.record import SHAPES, EndLine, EvaluationLine, Line, PauseLine, StepLine
+from manyhands.report.record import FORMATS, NAME
 
 CLOCKS = ("time", "began", "compute_began", "from", "to")
 """Fields that are moments, not durations."""
+KIND_BY_FIELD = {
+    "participants": "header",
+    "loss": "step",
+    "evaluated": "evaluation",
+    "paused": "pause",
+    "held": "memory",
+    "end": "end",
+}
+"""Records of format 1 have no kinds: a field that only lines of one kind have."""
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """One run, and what is wrong with its record. Steps are in the order of their ends."""
 
     header: Line
-    steps: list[Line] = field(default_factory=list)
-    evaluations: list[Line] = field(default_factory=list)
-    pauses: list[Line] = field(default_factory=list)
-    held: dict[int, int] = field(default_factory=dict)
-    """Bytes of tensors that each rank kept."""
-    end: Line | None = None
+    steps: list[StepLine] = field(default_factory=list)
+    evaluations: list[EvaluationLine] = field(default_factory=list)
+    pauses: list[PauseLine] = field(default_factory=list)
+    memory: dict[int, int] = field(default_factory=dict)
+    """Bytes of tensors that each rank kept between steps."""
+    end: EndLine | None = None
     path: Path | None = None
     warnings: list[str] = field(default_factory=list)
 
     @property
     def method(self) -> str:
-        """As it was written, such as ssp:staleness=3."""
+        """The recipe as the command line writes it, such as ssp:staleness=3."""
         return str(self.header.get("method") or self.header.get("strategy", "unknown"))
 
     @property
@@ -61,19 +70,19 @@ class Run:
 
     @property
     def failure(self) -> str | None:
-        """Why it gave no result, if it gave none."""
+        """Why the run gave no result; None if it gave one."""
         if self.end is None:
             return "its record ends in the middle"
         return None if self.end.get("error") is None else str(self.end["error"])
 
     @property
     def lost(self) -> list[tuple[int, str]]:
-        """Ranks that were lost on the way, and why."""
-        return [(int(rank), str(why)) for rank, why in (self.end or {}).get("lost", [])]
+        """The lost ranks, each with the reason."""
+        return [] if self.end is None else [(int(rank), str(why)) for rank, why in self.end.get("lost", [])]
 
 
-def read(path: str | Path) -> Run:
-    """The run of a record, or of the folder it lies in; refused if there is none."""
+def read(path: str | Path) -> RecordedRun:
+    """The run of a record, or of the folder that holds it; refused if there is none."""
     path = Path(path)
     path = path / NAME if path.is_dir() else path
     try:
@@ -85,7 +94,9 @@ def read(path: str | Path) -> Run:
     run.path = path
     run.warnings += damaged
     if run.end is None:
-        run.warnings.append("the record has no last line: the run was cut short, this is what it has")
+        run.warnings.append(
+            "the record has no last line: the run was cut short, and this report shows what was recorded"
+        )
     return run
 
 
@@ -101,7 +112,7 @@ def records(path: str | Path) -> list[Path]:
 
 
 def _parsed(text: str, damaged: list[str]) -> Iterator[Line]:
-    """Every line that is whole; the others are told."""
+    """Every complete line; for each of the others a warning is added to `damaged`."""
     for number, row in enumerate(text.splitlines(), 1):
         try:
             line = json.loads(row)
@@ -113,47 +124,57 @@ def _parsed(text: str, damaged: list[str]) -> Iterator[Line]:
             damaged.append(f"line {number} is damaged or cut short, and left out")
 
 
-def of_lines(lines: Iterable[Line], name: str = "the record") -> Run:
-    """A run of its lines, such as `result.records`."""
-    run: Run | None = None
-    shift = _Shift()
-    for line in lines:
-        if "participants" in line:
+def of_lines(lines: Iterable[Line], name: str = "the record") -> RecordedRun:
+    """The run that these lines describe, such as `result.records`."""
+    run: RecordedRun | None = None
+    offsets = _Offsets()
+    for line in map(with_kind, lines):
+        if line["kind"] == "header":
             _check(line, name)
-            shift.restart()
-            run = Run(line) if run is None else run
+            offsets.restart()
+            run = RecordedRun(line) if run is None else run
             run.header = {**line, "start": run.header.get("start", 0)}
         elif run is None:
-            raise Refused(f"{name} begins with {_short(line)}, but must begin with what ran where: it is no record")
+            raise Refused(f"{name} begins with {_short(line)}, but must begin with a header: it is no record")
         else:
-            _add(run, shift(line))
+            _add(run, offsets.applied(line))
     if run is None:
-        raise Refused(f"{name} is empty, but must begin with what ran where")
-    run.steps.sort(key=lambda line: float(line["time"]))
+        raise Refused(f"{name} is empty, but must begin with a header")
+    run.steps.sort(key=lambda line: line["time"])
     return run
+
+
+def with_kind(line: Line) -> Line:
+    """The line with its `kind`, also if it is of format 1, in which `kind` was the class of an error."""
+    if line.get("kind") in SHAPES:
+        return line
+    kind = next((kind for key, kind in KIND_BY_FIELD.items() if key in line), None)
+    return {**line, "kind": kind, "error_kind": line["kind"]} if "kind" in line else {**line, "kind": kind}
 
 
 def _check(header: Line, name: str) -> None:
     given = header.get("format")
-    if given != FORMAT:
-        raise Refused(f"{name} has format {given}, but must have {FORMAT}: it is of another version")
+    if given not in FORMATS:
+        known = " or ".join(map(str, FORMATS))
+        raise Refused(f"{name} has format {given}, but must have {known}: it is of another version")
 
 
-def _add(run: Run, line: Line) -> None:
-    if "loss" in line:
-        run.steps.append(line)
-    elif "evaluated" in line:
-        run.evaluations.append(line)
-    elif "paused" in line:
-        run.pauses.append(line)
-    elif "held" in line:
-        run.held[line["held"]] = line["bytes"]
-    elif "end" in line:
-        run.end = line
+def _add(run: RecordedRun, line: Any) -> None:
+    match line["kind"]:
+        case "step":
+            run.steps.append(line)
+        case "evaluation":
+            run.evaluations.append(line)
+        case "pause":
+            run.pauses.append(line)
+        case "memory":
+            run.memory[line["held"]] = line["bytes"]
+        case "end":
+            run.end = line
 
 
-class _Shift:
-    """Moves the moments and the counted bytes of a run that was gone on with behind what was before."""
+class _Offsets:
+    """Adds to the clocks and byte counts of a resumed run what they were when the run before it ended."""
 
     def __init__(self) -> None:
         self._time = self._last = 0.0
@@ -161,16 +182,17 @@ class _Shift:
         self._sent: dict[int, int] = {}
 
     def restart(self) -> None:
-        """From here on clocks begin at 0 again."""
+        """The next line is from a process whose clocks began at 0."""
         self._time, self._bytes = self._last, dict(self._sent)
 
-    def __call__(self, line: Line) -> Line:
+    def applied(self, line: Line) -> Line:
+        """The line on the clock of the whole record."""
         if self._time:
             line = {**line, **{name: line[name] + self._time for name in CLOCKS if name in line}}
-            if "loss" in line:
+            if line["kind"] == "step":
                 line["bytes"] += self._bytes.get(line["rank"], 0)
         self._last = max([self._last, *(line[name] for name in CLOCKS if line.get(name) is not None)])
-        if "loss" in line:
+        if line["kind"] == "step":
             self._sent[line["rank"]] = line["bytes"]
         return line
 

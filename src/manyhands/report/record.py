@@ -1,11 +1,11 @@
-"""The record of a run: one JSON object per line. Reports, tables and plots read only these.
+"""The record of a run: one JSON object per line. Reports, tables and plots read nothing else.
 
-First line  what ran where: method, task, world, role, rank and host of everyone, and all it takes to repeat it
+First line  header: method, task, world, role, rank and host of every participant, and all it takes to repeat the run
 then        one line per step and rank: step, rank, time, loss, samples, bytes, lag, and where the time went
-            one line per evaluation on the way, and per rank and pause
-last line   how it ended, also if it failed
+            one line per evaluation, one per rank and pause, one per rank with its memory
+last line   the result, or the error
 
-Every field is described in docs/records.md. Lines are complete or, after a crash, the last one is cut short.
+Every field is described in docs/records.md. Lines are complete; only the last one may be cut short, by a crash.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from types import TracebackType
 from typing import IO, Protocol
 
 from manyhands.core.errors import Refused
-from manyhands.core.lines import Line, decoded, encoded
+from manyhands.core.record import Line, decoded, encoded
 
 NAME = "record.jsonl"
-"""Of a record, in the folder of its run."""
-FORMAT = 1
-"""Grows when a field changes its meaning."""
+"""The file name of a record, in the folder of its run."""
+FORMAT = 2
+"""Grows when a field changes its meaning. 2: every line has its `kind`; that of an error became `error_kind`."""
+FORMATS = (1, FORMAT)
+"""Those that reports read."""
 FLUSH = 1.0
 """Seconds until a line is certainly on disk."""
 
 
 class Listener(Protocol):
-    """Whoever is told the lines besides: see `adapters`."""
+    """Receives every line of a record besides the file: see `adapters`."""
 
     def write(self, line: Line) -> None:
-        """One line more."""
+        """Take the next line."""
 
     def close(self) -> None:
-        """The last line has come."""
+        """No line follows."""
 
 
 class Record:
-    """Lines kept in memory and, if there is a folder, on disk as they come; a run that `goes_on` adds to its record.
-    `also` are told every line too."""
+    """Lines kept in memory and, if there is a folder, written to disk at once; a run that `goes_on`, that is, a resumed
+    one, appends to its record. The listeners in `also` get every line, too."""
 
     def __init__(self, folder: Path | None = None, *, goes_on: bool = False, also: Sequence[Listener] = ()) -> None:
         self._also = also
         self._lines: list[Line] = []
-        self._unread = bytearray()  # one piece: an encoded line by itself may keep kilobytes from being used again
+        self._unread = bytearray()  # one buffer: thousands of small bytes objects fragment the heap
         self.path: Path | None = None
         self._flushed = 0.0
         self._file: IO[bytes] | None = None
@@ -58,8 +60,8 @@ class Record:
 
     @property
     def lines(self) -> list[Line]:
-        """All lines so far, as a reader of the file has them. They are kept encoded until somebody asks: a run has
-        better things to do. The list is always the same one, and complete when the record is closed."""
+        """All lines so far, as a reader of the file has them. They are decoded only here, so that it costs the run no
+        time. The list is always the same object, and complete when the record is closed."""
         self._read()
         return self._lines
 
@@ -67,16 +69,16 @@ class Record:
         """Add one line."""
         self.add(encoded(line))
 
-    def add(self, parcel: bytes) -> None:
+    def add(self, encoded_lines: bytes) -> None:
         """Add lines that are `encoded` already."""
-        self._unread += parcel
+        self._unread += encoded_lines
         if self._file is not None:
-            self._file.write(parcel)
+            self._file.write(encoded_lines)
             if (now := time.monotonic()) - self._flushed > FLUSH:
                 self._file.flush()
                 self._flushed = now
         if self._also:
-            for line in decoded(parcel):
+            for line in decoded(encoded_lines):
                 for listener in self._also:
                     listener.write(line)
 
@@ -88,7 +90,7 @@ class Record:
             self._file.close()
         for listener in self._also:
             listener.close()
-        self._read()  # whoever has the list has the last line, too
+        self._read()  # the list that `lines` gave away gets the last lines, too
 
     def _read(self) -> None:
         unread, self._unread = bytes(self._unread), bytearray()
@@ -96,7 +98,7 @@ class Record:
 
 
 def _end_line(file: IO[bytes]) -> None:
-    """A line that a crash has cut short shall not swallow the next one."""
+    """End a line that a crash has cut short, so that the next one begins on a line of its own."""
     if file.seek(0, os.SEEK_END):
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":
@@ -104,7 +106,7 @@ def _end_line(file: IO[bytes]) -> None:
 
 
 def claim(out: Path, force: bool) -> Path:
-    """A folder that may be written in."""
+    """The folder, created if need be; refused if it holds files and `force` is not given."""
     if out.exists() and not out.is_dir():
         raise Refused(f"{out} is a file, but must be a folder")
     if out.is_dir() and any(out.iterdir()) and not force:

@@ -1,4 +1,4 @@
-"""How to repeat a report: commands, versions, machines, clusters, and what the records have to say beside numbers."""
+"""How to repeat the runs of a report: commands, versions, machines, clusters, remarks and warnings of the records."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from manyhands.report.groups import Member
-from manyhands.report.look import bytes_text
+from manyhands.report.groups import GroupedRun
+from manyhands.report.theme import bytes_text
 
 Facts = list[tuple[str, list[str]]]
 
 
-def facts(members: Sequence[Member], notes: Sequence[str]) -> Facts:
-    """Titles and what is to be said under each; what is the same for several runs is said once."""
+def facts(members: Sequence[GroupedRun], notes: Sequence[str]) -> Facts:
+    """Titles, each with its texts; a text that several runs share is given once."""
     made = [member.run.header.get("made") or {} for member in members]
     found = [
         ("Commands", _once(one.get("command") or "" for one in made)),
@@ -28,11 +28,11 @@ def facts(members: Sequence[Member], notes: Sequence[str]) -> Facts:
         ("Records", [f"{member.label}: {member.run.path}" for member in members if member.run.path is not None]),
         ("Notes", list(notes)),
     ]
-    return [(title, said) for title, said in found if said]
+    return [(title, texts) for title, texts in found if texts]
 
 
-def warnings(members: Sequence[Member]) -> list[str]:
-    """What is wrong with the records, and who was lost on the way."""
+def warnings(members: Sequence[GroupedRun]) -> list[str]:
+    """Damage of the records, and lost ranks."""
     damage = [f"{member.label}: {text}" for member in members for text in member.run.warnings]
     lost = [
         f"{m.label}: rank {rank} is lost: {why}" for m in members for rank, why in m.run.lost if m.run.failure is None
@@ -61,7 +61,7 @@ def _machine(machine: dict[str, Any]) -> str:
     return ", ".join(str(word) for word in words if word) if machine else ""
 
 
-def _cluster(member: Member) -> str:
+def _cluster(member: GroupedRun) -> str:
     cluster = member.run.header.get("cluster")
     if cluster is None:
         return f"processes of one machine, link {member.run.header.get('link')}"
@@ -70,7 +70,7 @@ def _cluster(member: Member) -> str:
     )
 
 
-def _size(member: Member) -> str:
+def _size(member: GroupedRun) -> str:
     h = member.run.header
     ranks = f"{h.get('workers')} workers, {h.get('servers', 0)} servers"
     sizes = f"{ranks}, {h.get('steps')} steps, batches of {h.get('batch_size')}"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from manyhands.report.groups import Group, Member, Section
-from manyhands.report.look import bytes_text, count_text, seconds_text, share_text
+from manyhands.report.groups import GroupedRun, RunGroup, Section
 from manyhands.report.ranking import standing
+from manyhands.report.theme import bytes_text, count_text, seconds_text, share_text
 
 Row = dict[str, Any]
 Show = Callable[[float | None], str]
@@ -16,7 +16,7 @@ Show = Callable[[float | None], str]
 
 @dataclass(frozen=True)
 class Column:
-    """One measure of `totals`, what it is called and how it is written."""
+    """One measure of `totals`, with its title and format."""
 
     key: str
     title: str
@@ -32,7 +32,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Line:
+class SummaryLine:
     """One row: a group's finished runs, or one failed run."""
 
     name: str
@@ -42,7 +42,7 @@ class Line:
 
 
 def columns(section: Section) -> list[Column]:
-    """What the table shows; a column that nobody has a value for is left out."""
+    """The columns of the table; those without any value are left out."""
     s = "virtual s" if section.virtual else "s"
     every = [
         Column("seconds_to_target", f"time to {section.target}", seconds_text),
@@ -61,7 +61,7 @@ def columns(section: Section) -> list[Column]:
     return [c for c in wanted if c.key == "seconds_to_target" or any(row[c.key] is not None for row in rows)]
 
 
-def lines(section: Section) -> list[Line]:
+def lines(section: Section) -> list[SummaryLine]:
     """All rows, in the order of the ranking."""
     shown = columns(section)
     done = [(group, [m for m in group.members if m.run.failure is None]) for group in section.groups]
@@ -72,17 +72,17 @@ def lines(section: Section) -> list[Line]:
     ]
 
 
-def _standing(section: Section, members: Sequence[Member]) -> tuple[float, ...]:
+def _standing(section: Section, members: Sequence[GroupedRun]) -> tuple[float, ...]:
     return standing([section.total(member) for member in members], section.target)
 
 
-def _finished(section: Section, group: Group, members: Sequence[Member], shown: Sequence[Column]) -> Line:
+def _finished(section: Section, group: RunGroup, members: Sequence[GroupedRun], shown: Sequence[Column]) -> SummaryLine:
     rows = [section.total(member) for member in members]
     seeds = ", ".join(str(member.run.seed) for member in sorted(members, key=lambda member: member.run.seed))
-    return Line(group.name, seeds, [_cell(column, rows, group) for column in shown])
+    return SummaryLine(group.name, seeds, [_cell(column, rows, group) for column in shown])
 
 
-def _cell(column: Column, rows: Sequence[Row], group: Group) -> Cell:
+def _cell(column: Column, rows: Sequence[Row], group: RunGroup) -> Cell:
     values = [row[column.key] for row in rows]
     found = [value for value in values if value is not None]
     if not found:
@@ -96,14 +96,14 @@ def _cell(column: Column, rows: Sequence[Row], group: Group) -> Cell:
 
 
 def _range(low: str, high: str) -> str:
-    """From the least to the most; a unit that both have is said once."""
+    """The range as text; a unit that both ends share is given once."""
     if low == high:
         return ""
     (first, _, unit), (_, _, same) = low.partition(" "), high.partition(" ")
     return f"{first if unit == same else low} to {high}"
 
 
-def _failed(section: Section, member: Member, shown: Sequence[Column]) -> Line:
+def _failed(section: Section, member: GroupedRun, shown: Sequence[Column]) -> SummaryLine:
     row = section.total(member)
     cells = [Cell(column.show(row[column.key])) for column in shown]
-    return Line(member.name, str(member.run.seed), cells, member.run.failure or "")
+    return SummaryLine(member.name, str(member.run.seed), cells, member.run.failure or "")

@@ -10,26 +10,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.report.groups import Member
+from manyhands.report.groups import GroupedRun
 from manyhands.report.moments import incidents, segments
 
 Event = dict[str, Any]
 
 MICRO = 1e6
 DIGITS = 3
-"""Of a microsecond."""
+"""Decimals of a microsecond."""
 SPAN = '{{"ph":"X","name":"{name}","ts":{ts},"dur":{dur},"pid":{pid},"tid":{tid},"args":{{{step}}}}}'
 
 
-def trace(members: Sequence[Member]) -> Iterator[Event]:
+def trace(members: Sequence[GroupedRun]) -> Iterator[Event]:
     """The events of all runs."""
     pids: dict[tuple[int, int], int] = {}
     for number, member in enumerate(members):
         yield from _events(number, member, pids)
 
 
-def write_trace(members: Sequence[Member], path: Path) -> None:
-    """The same in a file: an object that holds them, and how to show times."""
+def write_trace(members: Sequence[GroupedRun], path: Path) -> None:
+    """Write the events to a file, as an object with the unit of time."""
     with path.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         file.write(",\n".join(map(_text, trace(members))))
@@ -37,29 +37,30 @@ def write_trace(members: Sequence[Member], path: Path) -> None:
 
 
 def _text(event: Event) -> str:
-    """One event as JSON: spans, of which there are very many, in a way that is faster; their names are ours."""
+    """One event as JSON. Spans, the bulk of the events, are formatted directly: their names need no escaping."""
     if event["ph"] != "X":
         return json.dumps(event, allow_nan=False)
     return SPAN.format(**event, step="".join(f'"step":{step}' for step in event["args"].values()))
 
 
-def _events(number: int, member: Member, pids: dict[tuple[int, int], int]) -> Iterator[Event]:
+def _events(number: int, member: GroupedRun, pids: dict[tuple[int, int], int]) -> Iterator[Event]:
     hosts = {one["rank"]: one.get("host", 0) for one in member.run.header["participants"]}
-    hosts |= {rank: rank for rank in member.measures.by_rank if rank not in hosts}  # whoever came later
+    hosts |= {rank: rank for rank in member.measures.by_rank if rank not in hosts}  # workers that joined later
     roles = {one["rank"]: one.get("role", "worker") for one in member.run.header["participants"]}
     for host in sorted(set(hosts.values())):
         pid = pids[number, host] = len(pids)
         yield _name("process", pid, 0, f"{member.label}, host {host}")
-    place = {rank: {"pid": pids[number, host], "tid": rank} for rank, host in hosts.items()}
-    for rank, where in place.items():
+    thread = {rank: {"pid": pids[number, host], "tid": rank} for rank, host in hosts.items()}
+    for rank, where in thread.items():
         yield _name("thread", where["pid"], rank, f"rank {rank} ({roles.get(rank, 'worker')})")
     for line in member.run.steps:
         for part in segments(line):
-            yield _span(part.activity, part.start, part.start + part.seconds, place[part.rank], step=part.step)
-    for line in member.run.pauses:
-        yield _span("pause", line["from"], line["to"], place.get(line["paused"], {"pid": 0, "tid": line["paused"]}))
+            yield _span(part.activity, part.start, part.start + part.seconds, thread[part.rank], step=part.step)
+    for pause in member.run.pauses:
+        rank = pause["paused"]
+        yield _span("pause", pause["from"], pause["to"], thread.get(rank, {"pid": 0, "tid": rank}))
     for one in incidents(member.run):
-        where = place.get(one.rank, {"pid": pids[number, min(hosts.values())], "tid": one.rank})
+        where = thread.get(one.rank, {"pid": pids[number, min(hosts.values())], "tid": one.rank})
         yield {"ph": "i", "s": "t", "name": one.text, "cat": one.kind, "ts": round(one.at * MICRO, DIGITS), **where}
 
 

@@ -1,4 +1,4 @@
-"""Adagrad: each coordinate has a rate of its own, which falls with the squares it has seen.
+"""Adagrad: each coordinate has its own rate, which falls with the sum of its squared gradients.
 
     h <- h + g²                   h = 0 at first
     step = -η g / (√h + ε)        0 where √h + ε is 0
@@ -7,20 +7,22 @@ Reference: J. Duchi, E. Hazan, Y. Singer, "Adaptive Subgradient Methods", 2011,
 https://jmlr.org/papers/v12/duchi11a.html; on a parameter server: J. Dean et al., "Large Scale Distributed Deep
 Networks" (Downpour SGD), 2012, https://papers.nips.cc/paper/4687. With ε > 0 equal to `torch.optim.Adagrad`.
 
-Where we differ: ε is 0 by default as in Downpour, hence a coordinate that has only seen gradients of 0 (or so small
-that their square is) stays where it is instead of becoming 0/0.
+Where we differ: ε is 0 by default as in Downpour, so the step of a coordinate whose gradients were all 0 (or so small
+that their squares are) is 0 instead of 0/0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import At, State
+from manyhands.core.rule import Rule, State, Twins, UpdateContext
 from manyhands.rules.rate import Rate, check_rate, rate_at
+from manyhands.rules.schedules import StepDecay
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ class Adagrad:
         return {"h": torch.zeros_like(weights)}
 
     def can_skip(self) -> bool:
-        """Without a gradient h stays, and nothing moves."""
+        """Always: a gradient of 0 changes neither h nor the weights."""
         return True
 
-    def __call__(self, g: Tensor, at: At) -> Tensor:
+    def __call__(self, g: Tensor, at: UpdateContext) -> Tensor:
         h = at.state["h"].addcmul_(g, g)
         root = h.sqrt()
         if self.eps:
@@ -58,3 +60,15 @@ class Adagrad:
         else:
             torch.threshold_(root, 0.0, torch.inf)  # 0 becomes infinity, in one pass without a mask
         return g.div_(root).mul_(-rate_at(self.lr, at))
+
+
+EXAMPLES: Mapping[str, Rule] = {
+    "adagrad": Adagrad(0.1, eps=1e-10),
+    "adagrad without eps": Adagrad(0.1),
+    "adagrad with a schedule": Adagrad(StepDecay(0.1, 200, 0.5)),
+}
+TWINS: Twins = {
+    "adagrad": ("Adagrad", {"lr": 0.1}),
+    "adagrad without eps": ("Adagrad", {"lr": 0.1, "eps": 0.0}),
+    "adagrad with a schedule": ("Adagrad", {"lr": StepDecay(0.1, 200, 0.5), "eps": 0.0}),
+}

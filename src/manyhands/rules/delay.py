@@ -1,14 +1,14 @@
-"""Links for gradients that come late: what was computed at old weights is corrected, or counts for less.
+"""Links for stale gradients: they correct a gradient that was computed at old weights, or reduce it.
 
-    w   the weights now       w_k  what worker k had read when it computed g       τ  updates in between
+    w   the weights now       w_k  the weights worker k computed g at       τ  staleness: updates in between
 
     DelayCompensation   g + λ g² (w - w_k)              λ = λ0, or adaptive: λ0 / √(s + ε),  s <- m s + (1 - m) g²
     StalenessAware      g / max(1, τ)
     AgeAware            g / (τ + 1)
     AdaptiveDamping     g / (1 + (w - w_k)² / γ)
 
-All are element by element and give a gradient, so they stand in a chain before what makes the step of it; momentum,
-decay and clipping come after them. Of several gradients that make one update each is corrected by itself.
+All are elementwise and give a gradient, so they are links of a chain before the one that makes the step; momentum,
+decay and clipping follow them. If several gradients make one update, each is corrected before they are averaged.
 
 Reference: S. Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017,
 https://arxiv.org/abs/1609.08326; W. Zhang, S. Gupta, X. Lian, J. Liu, "Staleness-aware Async-SGD", 2016,
@@ -16,11 +16,12 @@ https://arxiv.org/abs/1511.05950; J. Jiang, B. Cui, C. Zhang, L. Yu, "Heterogene
 Servers" (DynSGD), 2017, https://doi.org/10.1145/3035918.3035933; J. Hermans, "On Scalable Deep Learning and
 Parallelizing Gradient Descent" (ADAG), 2017.
 
-Where we differ: the mean square s of DC-ASGD may be one for all workers, as published, or one for each.
+Where we differ: DC-ASGD may have one mean square s for all workers, as published, or one for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
@@ -28,28 +29,28 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import At, State
+from manyhands.core.rule import Rule, State, UpdateContext
 
 SEEN = frozenset({"seen"})
 
 
-def drift(at: At) -> Tensor:
-    """How far the weights have gone since the gradient's worker read them, in memory of its own."""
-    assert at.seen is not None, "whoever holds the weights must say what a gradient was computed at"
+def drift(at: UpdateContext) -> Tensor:
+    """w - w_k, in a new tensor."""
+    assert at.seen is not None, "the rule needs the weights that the gradient was computed at"
     return at.weights - at.seen
 
 
 @dataclass(frozen=True)
 class DelayCompensation:
-    """What the gradient would be now, to first order: g(w) ≈ g(w_k) + H (w - w_k) with λ g² for the curvature H.
+    """The gradient at the current weights, to first order: g(w) ≈ g(w_k) + H (w - w_k) with λ g² for the Hessian H.
 
     Args:
-        strength: λ0, how much of it; 0 leaves gradients as they are.
-        adaptive: divide λ0 by the root of the recent mean square, so that it is the same for large and small gradients.
-        decay: m, how long the mean square remembers.
+        strength: λ0; 0 does not change gradients.
+        adaptive: divide λ0 by the root of the mean square, so that it does not depend on the size of gradients.
+        decay: m, the decay of the mean square.
         eps: ε, added under the root.
-        mean_squares: how many mean squares are kept; worker k's gradients go to number k modulo this. 1: one for all,
-            as many as there are workers: one for each.
+        mean_squares: how many mean squares there are; worker k uses number k modulo this. 1: one for all workers;
+            the number of workers: one for each.
     """
 
     strength: float = 0.04
@@ -73,7 +74,7 @@ class DelayCompensation:
         """s, the mean squares."""
         return {f"s{n}": torch.zeros_like(weights) for n in range(self.mean_squares)} if self.adaptive else {}
 
-    def __call__(self, g: Tensor, at: At) -> Tensor:
+    def __call__(self, g: Tensor, at: UpdateContext) -> Tensor:
         λ, m = self.strength, self.decay
         if not λ:
             return g
@@ -86,7 +87,7 @@ class DelayCompensation:
 
 @dataclass(frozen=True)
 class StalenessAware:
-    """A gradient of staleness τ counts 1/τ; one of staleness 0 or 1 counts in full."""
+    """A gradient of staleness τ is divided by τ; one of staleness 0 is not changed."""
 
     elementwise = True
     uphill = True
@@ -94,16 +95,16 @@ class StalenessAware:
     needs = frozenset[str]()
 
     def init(self, weights: Tensor) -> State:
-        """Nothing to remember."""
+        """No state."""
         return {}
 
-    def __call__(self, g: Tensor, at: At) -> Tensor:
+    def __call__(self, g: Tensor, at: UpdateContext) -> Tensor:
         return g.div_(at.lag) if at.lag > 1 else g
 
 
 @dataclass(frozen=True)
 class AgeAware:
-    """A gradient counts 1/(τ + 1): so many updates old are its weights once it is applied itself."""
+    """A gradient is divided by τ + 1, the age of its weights in updates once it has been applied."""
 
     elementwise = True
     uphill = True
@@ -111,19 +112,19 @@ class AgeAware:
     needs = frozenset[str]()
 
     def init(self, weights: Tensor) -> State:
-        """Nothing to remember."""
+        """No state."""
         return {}
 
-    def __call__(self, g: Tensor, at: At) -> Tensor:
+    def __call__(self, g: Tensor, at: UpdateContext) -> Tensor:
         return g.div_(at.lag + 1) if at.lag else g
 
 
 @dataclass(frozen=True)
 class AdaptiveDamping:
-    """A gradient counts less in those coordinates that others have moved meanwhile.
+    """A gradient is reduced in the coordinates that other workers have moved since its weights were read.
 
     Args:
-        gamma: γ, the square of the distance at which a coordinate counts half; infinity: never.
+        gamma: γ, the squared distance at which a coordinate is halved; infinity: no damping.
     """
 
     gamma: float
@@ -137,9 +138,18 @@ class AdaptiveDamping:
         refuse_unless(self.gamma > 0, "gamma", self.gamma, "> 0")
 
     def init(self, weights: Tensor) -> State:
-        """Nothing to remember."""
+        """No state."""
         return {}
 
-    def __call__(self, g: Tensor, at: At) -> Tensor:
+    def __call__(self, g: Tensor, at: UpdateContext) -> Tensor:
         d = drift(at)
         return g.div_(d.mul_(d).div_(self.gamma).add_(1))
+
+
+EXAMPLES: Mapping[str, Rule] = {
+    "delay compensation": DelayCompensation(0.5),
+    "delay compensation, adaptive": DelayCompensation(0.5, adaptive=True, mean_squares=3),
+    "staleness aware": StalenessAware(),
+    "age aware": AgeAware(),
+    "adaptive damping": AdaptiveDamping(2.0),
+}

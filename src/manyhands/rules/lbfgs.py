@@ -1,4 +1,4 @@
-"""L-BFGS: Newton's direction, guessed from how the gradient changed along the last few steps.
+"""L-BFGS: an approximate Newton direction, from the changes of the gradient along the last few steps.
 
     s_i = w_{i+1} - w_i,  y_i = g_{i+1} - g_i,  ρ_i = 1 / y_iᵀs_i
 
@@ -8,8 +8,8 @@
     oldest to newest:  b = ρ_i y_iᵀq,  q <- q + (a_i - b) s_i
     d = -q
 
-Vectors are names here. They lie wherever a `Space` has them, perhaps in shards on many machines; all that comes back
-is a number. A pair is worth keeping only if sᵀy > 0, where both dots are those of the whole vectors.
+Vectors are only named here. A `Space` stores them, possibly as shards on several machines, and returns only their dot
+products. A pair is used only if sᵀy > 0, where the dot product is that of the whole vectors.
 
 Reference: D. Liu, J. Nocedal, "On the limited memory BFGS method for large scale optimization", 1989,
 https://doi.org/10.1007/BF01589116.
@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 FLAT = 1e-10
-"""Below that sᵀy tells of rounding and not of curvature."""
+"""A smaller sᵀy is a rounding error and not curvature."""
 
 
 class Space(Protocol):
-    """Where vectors lie, and what can be done to them."""
+    """Stores named vectors and operates on them."""
 
     def copy(self, x: str, into: str) -> None:
         """into <- x"""
@@ -38,14 +38,14 @@ class Space(Protocol):
         """to <- to + a x"""
 
     def drop(self, x: str) -> None:
-        """Forget x."""
+        """Delete x, which is not used any more."""
 
     def dot(self, x: str, y: str) -> float:
         """xᵀy"""
 
 
 class Pair(NamedTuple):
-    """A step and the change of the gradient along it, with their dots."""
+    """A step and the change of the gradient along it, with their dot products."""
 
     number: int
     sy: float
@@ -65,7 +65,7 @@ class History:
     """The newest pairs, oldest first.
 
     Args:
-        size: m, how many are kept; with 0 the direction is that of steepest descent.
+        size: m, the number of pairs; with 0 the direction is that of steepest descent.
     """
 
     size: int
@@ -73,7 +73,7 @@ class History:
     _made: int = field(default=0, init=False, repr=False)
 
     def learn(self, space: Space, t: float, old: str, new: str) -> None:
-        """Take in the step t d from gradient `old` to gradient `new`."""
+        """Add the step t d, along which the gradient changed from `old` to `new`."""
         if not self.size:
             return
         fresh = Pair(self._made, 0.0, 0.0)
@@ -87,7 +87,7 @@ class History:
         self._forget(space, self.pairs[: -self.size] if pair.sy > FLAT else [pair])
 
     def clear(self, space: Space) -> None:
-        """Forget everything."""
+        """Delete all pairs."""
         self._forget(space, self.pairs)
 
     def _forget(self, space: Space, pairs: Sequence[Pair]) -> None:
@@ -96,14 +96,14 @@ class History:
             space.drop(pair.y)
             self.pairs.remove(pair)
 
-    def go_on_from(self, pairs: Sequence[Pair]) -> None:
-        """Have these pairs, whose vectors the space has."""
+    def restore(self, pairs: Sequence[Pair]) -> None:
+        """Continue with saved pairs, whose vectors the space already has."""
         self.pairs = list(pairs)
         self._made = 1 + max((pair.number for pair in pairs), default=-1)
 
 
 def direction(space: Space, history: History, g: str) -> None:
-    """d <- -H g, by the two loops."""
+    """d <- -H g, by the two-loop recursion."""
     pairs = history.pairs
     space.copy(g, "d")
     alphas = []

@@ -7,19 +7,25 @@ Reference: Y. Nesterov, "A method of solving a convex programming problem with c
 I. Sutskever et al., "On the importance of initialization and momentum in deep learning", 2013,
 https://proceedings.mlr.press/v28/sutskever13.html. Equal to `torch.optim.SGD(momentum=μ, nesterov=True)`.
 
-Where we differ: as everywhere in this field, the weights we keep are the point ahead, so that the gradient needs no
-second evaluation; μ is a constant.
+Where we differ: as usual in deep learning, the weights are the look-ahead point, so that the gradient is evaluated
+once; μ is a constant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from manyhands.core.rule import Rule, Twins
 from manyhands.rules.momentum import Momentum
 
 
 @dataclass(frozen=True)
 class Nesterov(Momentum):
-    """`Momentum` with `nesterov` switched on for good."""
+    """`Momentum` in which `nesterov` is always on."""
 
     nesterov: bool = field(default=True, init=False)
+
+
+EXAMPLES: Mapping[str, Rule] = {"nesterov": Nesterov(0.1, 0.9, weight_decay=0.01)}
+TWINS: Twins = {"nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01})}

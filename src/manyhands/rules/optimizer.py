@@ -1,10 +1,10 @@
-"""A torch optimizer that somebody has made, as a rule: made again, with the same options, where the weights live.
+"""A torch optimizer as a rule: it is made again, with the same options, on the rank that has the weights.
 
     torch.optim.AdamW(model.parameters(), lr=0.01)    ->    Torch("AdamW", lr=0.01, betas=..., ...)
     torch.optim.AdamW([group, another], lr=0.01)      ->    ByName: one Torch for each group, if their options differ
 
-The optimizer itself is never stepped. What would be lost on the way is refused: a memory it has already, a
-scheduler that changes its rate, hooks on its steps, parameters that are not the model's.
+The optimizer itself is never stepped. What cannot be carried over is refused: state of earlier steps, a scheduler that
+changes its rate, hooks on its steps, parameters that are not the model's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.protocols import Rule
+from manyhands.core.rule import Rule
 from manyhands.rules.by_name import ByName
 from manyhands.rules.torch import Torch
 
@@ -25,12 +25,12 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
 def recreate(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Rule:
-    """The rule that does what `optimizer` would do to these parameters of a model."""
-    _refuse_strangers(optimizer, parameters)
+    """The rule that updates these parameters of a model as `optimizer` would."""
+    _refuse_unknown(optimizer, parameters)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise Refused("the optimizer has hooks on its steps, but must have none: it never takes one itself")
+        raise Refused("the optimizer has hooks on its steps, but must have none: it is never stepped itself")
     if any(_has_stepped(memory) for memory in optimizer.state.values()):
-        raise Refused("the optimizer has already stepped, but must be new: its memory cannot be carried over")
+        raise Refused("the optimizer has already stepped, but must be new: its state cannot be carried over")
     known = {id(p): name for name, p in parameters.items()}
     found: list[tuple[dict[str, Any], list[str]]] = []
     for group in optimizer.param_groups:
@@ -44,11 +44,11 @@ def recreate(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Param
     return rules[0][1] if len(rules) == 1 else ByName(tuple(rules))
 
 
-def _refuse_strangers(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+def _refuse_unknown(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     known = {id(p): name for name, p in parameters.items()}
     given = [p for group in optimizer.param_groups for p in group["params"]]
-    if strangers := [p for p in given if id(p) not in known]:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers)
+    if unknown := [p for p in given if id(p) not in known]:
+        shapes = ", ".join(str(tuple(p.shape)) for p in unknown)
         raise Refused(f"the optimizer has parameters of shape {shapes}, but must have those of the model only")
     missing = {name for name, p in parameters.items() if p.requires_grad} - {known[id(p)] for p in given}
     if missing:
@@ -57,7 +57,7 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 
 
 def _has_stepped(memory: Mapping[str, Any]) -> bool:
-    """Adagrad has a memory from the beginning, but counts no step in it."""
+    """Whether its state is that of a step; Adagrad has a state before the first one, in which `step` is 0."""
     return bool(memory) and float(memory.get("step", 1)) > 0
 
 
@@ -71,10 +71,12 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rule(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Torch:
-    """What the class takes is handed to it; what it sets by itself must come out the same."""
+    """The class with the options that it takes; the others, which it sets itself, must have the same values."""
     knobs = {name: value for name, value in options.items() if name in inspect.signature(kind).parameters}
     refuse_unless("lr" in knobs, "the optimizer", kind.__name__, "one that is given a learning rate lr")
     again = _options(kind([nn.Parameter(torch.zeros(1, 1))], **knobs).param_groups[0])
-    if unlike := [name for name in options if name not in again or again[name] != options[name]]:
-        raise Refused(f"{unlike[0]} of a {kind.__name__} is {options[unlike[0]]}, but its class cannot be told that")
+    if different := [name for name in options if name not in again or again[name] != options[name]]:
+        raise Refused(
+            f"{different[0]} of a {kind.__name__} is {options[different[0]]}, but its class has no such argument"
+        )
     return Torch(kind, **{**knobs, "lr": float(knobs["lr"])})

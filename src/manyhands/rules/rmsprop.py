@@ -10,14 +10,16 @@ momentum and centring.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
-from manyhands.core.protocols import At, State
+from manyhands.core.rule import Rule, State, Twins, UpdateContext
 from manyhands.rules.rate import Rate, check_rate, rate_at
+from manyhands.rules.schedules import StepDecay
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,9 @@ class RmsProp:
 
     Args:
         lr: η, or a function samples -> η.
-        alpha: α, how long the mean square remembers.
+        alpha: α, the decay of the mean square.
         eps: ε, added to the root.
-        weight_decay: λ, how strongly weights are pulled to zero.
+        weight_decay: λ, added to the gradient as λ w.
     """
 
     lr: Rate
@@ -49,9 +51,21 @@ class RmsProp:
         """v, the mean square."""
         return {"v": torch.zeros_like(weights)}
 
-    def __call__(self, g: Tensor, at: At) -> Tensor:
+    def __call__(self, g: Tensor, at: UpdateContext) -> Tensor:
         α = self.alpha
         if self.weight_decay:
             g.add_(at.weights, alpha=self.weight_decay)
         v = at.state["v"].mul_(α).addcmul_(g, g, value=1 - α)
         return g.div_(v.sqrt().add_(self.eps)).mul_(-rate_at(self.lr, at))
+
+
+EXAMPLES: Mapping[str, Rule] = {
+    "rmsprop": RmsProp(0.01),
+    "rmsprop with decay": RmsProp(0.01, alpha=0.9, eps=1e-3, weight_decay=0.01),
+    "rmsprop with a schedule": RmsProp(StepDecay(0.1, 200, 0.5)),
+}
+TWINS: Twins = {
+    "rmsprop": ("RMSprop", {"lr": 0.01}),
+    "rmsprop with decay": ("RMSprop", {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.01}),
+    "rmsprop with a schedule": ("RMSprop", {"lr": StepDecay(0.1, 200, 0.5)}),
+}

@@ -1,10 +1,10 @@
 """Learning rates that change with the samples consumed so far, n.
 
-    WarmUp      from `low` to η in a straight line over N samples, or `low` all that time; then η
+    WarmUp      from `low` to η, linearly over N samples, or constant `low` for N samples; then η
     StepDecay   η f^⌊n / N⌋
     Cosine      low + (η - low) (1 + cos(π n / N)) / 2,  then low
 
-They fit in each other, and wherever a rule takes a rate: `Sgd(WarmUp(Cosine(0.1, 100_000), 5_000))`, on the command
+They can be nested, and used wherever a rule takes a rate: `Sgd(WarmUp(Cosine(0.1, 100_000), 5_000))`, on the command
 line `sgd(warmup(cosine(0.1, 100000), 5000))`.
 
 Reference: P. Goyal et al., "Accurate, Large Minibatch SGD" (both warm-ups), 2017, https://arxiv.org/abs/1706.02677;
@@ -13,6 +13,7 @@ I. Loshchilov, F. Hutter, "SGDR" (cosine), 2016, https://arxiv.org/abs/1608.0398
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import cos, inf, pi
 
@@ -27,14 +28,14 @@ def _value(lr: Rate, n: int) -> float:
 
 
 @dataclass(frozen=True)
-class WarmUp:
-    """A low rate at first.
+class RateWarmUp:
+    """A low rate at the beginning of a run.
 
     Args:
-        lr: η, or another schedule, which goes on meanwhile.
-        samples: N, how long it takes.
-        low: where it begins.
-        gradual: rise in a straight line; else stay low all the time, which needs a `low` above 0.
+        lr: η, or another schedule, which also begins at sample 0.
+        samples: N, the length of the warm-up.
+        low: the rate at the beginning.
+        gradual: rise linearly; otherwise stay at `low`, which must be above 0 then.
     """
 
     lr: Rate
@@ -46,7 +47,7 @@ class WarmUp:
         check_rate(self.lr)
         refuse_unless(self.samples > 0, "samples", self.samples, "> 0")
         refuse_unless(0 <= self.low < inf, "low", self.low, ">= 0 and finite")
-        refuse_unless(self.gradual or self.low > 0, "low", self.low, "> 0 unless gradual: nothing would be learned")
+        refuse_unless(self.gradual or self.low > 0, "low", self.low, "> 0 unless gradual: the weights would not move")
 
     def __call__(self, n: int) -> float:
         η, done = _value(self.lr, n), n / self.samples
@@ -57,12 +58,12 @@ class WarmUp:
 
 @dataclass(frozen=True)
 class StepDecay:
-    """A rate that falls at once, again and again.
+    """A rate that falls by a factor at regular intervals.
 
     Args:
         lr: η at first, or another schedule.
         every: N, samples between two falls.
-        factor: f, what is left after each.
+        factor: f, by which the rate is multiplied at each fall.
     """
 
     lr: Rate
@@ -80,12 +81,12 @@ class StepDecay:
 
 @dataclass(frozen=True)
 class Cosine:
-    """A rate that falls slowly, then fast, then slowly.
+    """A rate that falls along half a period of a cosine.
 
     Args:
         lr: η at first, or another schedule.
-        samples: N, after so many it has arrived.
-        low: where it ends.
+        samples: N, after which the rate is `low`.
+        low: the final rate.
     """
 
     lr: Rate
@@ -100,3 +101,15 @@ class Cosine:
     def __call__(self, n: int) -> float:
         done = min(1.0, n / self.samples)
         return self.low + (_value(self.lr, n) - self.low) * (1 + cos(pi * done)) / 2
+
+
+WarmUp = RateWarmUp
+
+
+EXAMPLES: Mapping[str, Rate] = {
+    "warm-up": WarmUp(0.1, 500, low=0.01),
+    "constant warm-up": WarmUp(0.1, 500, low=0.01, gradual=False),
+    "step decay": StepDecay(0.1, 300, 0.5),
+    "cosine": Cosine(0.1, 1000, low=0.001),
+    "warm-up of a cosine": WarmUp(Cosine(0.1, 1000), 200),
+}

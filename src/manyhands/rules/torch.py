@@ -1,28 +1,28 @@
 """Any optimizer of `torch.optim` as a rule: it moves the weights itself.
 
-    the optimizer sees one parameter, which shares its memory with the weights, and the gradient as its `.grad`
+    the optimizer has one parameter, which shares its memory with the weights, and the gradient as its `.grad`
 
 Reference: https://docs.pytorch.org/docs/stable/optim.html.
 
 Where we differ: the memory of the optimizer stays inside it, one optimizer per weights tensor, and is not part of the
-rule's state: the weights need one owner (a shard in shared memory has none, so the shard is kept by a rank instead).
-A checkpoint asks for it (`memory_of`) and gives it back (`remember`), under the name of its class: "AdamW.exp_avg".
-Copies and pickles of a rule start fresh. Prefer our own `Sgd`, `Momentum`, `Adagrad`, `RmsProp` and `Adam` where they
-do.
+rule's state: one process must own the weights (so a rank serves a shard that would otherwise be in shared memory).
+A checkpoint saves it (`memory_of`) and restores it (`remember`) with its class in the name: "AdamW.exp_avg". Copies and
+pickles of a rule start fresh. Prefer our own `Sgd`, `Momentum`, `Adagrad`, `RmsProp` and `Adam`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from manyhands.core.errors import ManyhandsError, Refused, refuse_unless
-from manyhands.core.protocols import At, State
+from manyhands.core.rule import Rule, State, Twins, UpdateContext
 from manyhands.rules.rate import Rate, check_rate, rate_at
+from manyhands.rules.schedules import StepDecay
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD"]
 )
-"""The classes of torch.optim that treat each coordinate alone."""
+"""The classes of torch.optim whose updates are elementwise."""
 
 NUMBER = ":number"
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""How a number of an optimizer's state is saved, and under a name with which ending."""
+"""The dtype in which a number of an optimizer's state is saved, under a name with this ending."""
 
 UNFIT = {
     "LBFGS": "one that needs no closure: LBFGS evaluates the loss again within a step",
-    "SparseAdam": "one for dense gradients: SparseAdam takes only sparse ones, ours are flat vectors",
+    "SparseAdam": "one for dense gradients: SparseAdam takes only sparse ones, but gradients are flat vectors here",
 }
 
 
@@ -48,7 +48,7 @@ class Torch:
     Args:
         kind: a class such as `torch.optim.AdamW`, or its name: "AdamW".
         lr: η, or a function samples -> η.
-        knobs: whatever else the class takes.
+        knobs: the other arguments of the class.
     """
 
     def __init__(self, kind: Callable[..., Optimizer] | str, *, lr: Rate, **knobs: Any) -> None:
@@ -67,16 +67,16 @@ class Torch:
         return f"Torch({getattr(self.kind, '__name__', self.kind)}, lr={self.lr!r}{knobs})"
 
     def init(self, weights: Tensor) -> State:
-        """A fresh optimizer for these weights; its memory is its own."""
+        """A fresh optimizer for these weights, and no state."""
         w = torch.nn.Parameter(weights.detach())
-        η = rate_at(self.lr, At(weights))
+        η = rate_at(self.lr, UpdateContext(weights))
         try:  # the first optimizer a process makes takes torch a second: it imports its compiler
             self._optimizers[weights.data_ptr(), weights.shape] = self.kind([w], lr=η, **self.knobs)
         except ValueError as error:
             raise Refused(f"{self} does not take a parameter of shape {tuple(weights.shape)}: {error}") from error
         return {}
 
-    def __call__(self, g: Tensor, at: At) -> None:
+    def __call__(self, g: Tensor, at: UpdateContext) -> None:
         optimizer = self._of(at.weights)
         group = optimizer.param_groups[0]
         group["lr"] = rate_at(self.lr, at)
@@ -88,20 +88,20 @@ class Torch:
     def _of(self, weights: Tensor) -> Optimizer:
         optimizer = self._optimizers.get((weights.data_ptr(), weights.shape))
         if optimizer is None:
-            raise ManyhandsError("a Torch rule was given weights that it was not initialised with")
+            raise ManyhandsError("a Torch rule was applied to weights that it was not initialised with")
         return optimizer
 
     def memory_of(self, weights: Tensor) -> State:
-        """The optimizer's state; plain numbers become tensors under a name that says so."""
+        """The optimizer's state; numbers become tensors, and their names get an ending."""
         optimizer = self._of(weights)
         _refuse_changed(optimizer)
         (w,) = optimizer.param_groups[0]["params"]
         memory, kind = optimizer.state.get(w, {}), type(optimizer).__name__
-        kept = {f"{kind}.{name}": value for name, value in memory.items() if value is not None}
-        return {_key(name, value): _tensor(name, value) for name, value in kept.items()}
+        values = {f"{kind}.{name}": value for name, value in memory.items() if value is not None}
+        return {_key(name, value): _tensor(name, value) for name, value in values.items()}
 
     def remember(self, weights: Tensor, state: State) -> None:
-        """Put a saved state in the place of the optimizer's own."""
+        """Replace the optimizer's state by a saved one."""
         optimizer = self._of(weights)
         (w,) = optimizer.param_groups[0]["params"]
         for name, value in state.items():
@@ -117,7 +117,7 @@ def _key(name: str, value: Any) -> str:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """What is remembered, as a tensor that gives back the very same number."""
+    """A value of the state as a tensor, from which the same number is restored."""
     if isinstance(value, Tensor):
         return value
     if type(value) not in NUMBERS:
@@ -128,7 +128,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _refuse_changed(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that remembers things among its options, where we do not look."""
+    """Refuse an optimizer that changes its own options, which are not saved."""
     for name, value in optimizer.param_groups[0].items():
         given = value if name in ("params", "lr") else optimizer.defaults.get(name, value)
         if value is not given and value != given:
@@ -145,3 +145,17 @@ def _find(kind: Callable[..., Optimizer] | str) -> Callable[..., Optimizer]:
     refuse_unless(hasattr(torch.optim, kind), "the optimizer", kind, "a class of torch.optim")
     found: Callable[..., Optimizer] = getattr(torch.optim, kind)
     return found
+
+
+EXAMPLES: Mapping[str, Rule] = {
+    "torch class": Torch(torch.optim.NAdam, lr=0.01),
+    "torch by name": Torch("AdamW", lr=0.01, weight_decay=0.1),
+    "torch with a schedule": Torch("SGD", lr=StepDecay(0.1, 200), momentum=0.9),
+    "torch, not elementwise": Torch("Adafactor", lr=0.01),
+}
+TWINS: Twins = {
+    "torch class": ("NAdam", {"lr": 0.01}),
+    "torch by name": ("AdamW", {"lr": 0.01, "weight_decay": 0.1}),
+    "torch with a schedule": ("SGD", {"lr": StepDecay(0.1, 200), "momentum": 0.9}),
+    "torch, not elementwise": ("Adafactor", {"lr": 0.01}),
+}

@@ -1,12 +1,11 @@
-"""Line search: how far to go down a direction, by the strong conditions of Wolfe.
+"""Line search: the length of a step along a direction, by the strong Wolfe conditions.
 
-    f(t) <= f(0) + c1 t f'(0)        low enough for the way it went
-    |f'(t)| <= c2 |f'(0)|            and flat enough: it did not stop too early
+    f(t) <= f(0) + c1 t f'(0)        sufficient decrease
+    |f'(t)| <= c2 |f'(0)|            curvature: the step is not too short
 
-First the step grows until the two ends of an interval have such a point between them; then the interval shrinks around
-it. Where to look next says the cubic that fits both ends. Only numbers are handled here; whoever evaluates a trial
-keeps its gradient. The trials are those of torch.optim.LBFGS, except that a loss which is no number counts as too
-high, so that the search turns back.
+The step grows until an interval contains such a point; then the interval shrinks around it. The next trial is the
+minimum of the cubic that fits both ends. Only numbers are handled here: the caller stores the gradient of each trial.
+The trials are those of torch.optim.LBFGS, except that a loss that is NaN counts as too high, so that the step shrinks.
 
 Reference: J. Nocedal, S. Wright, "Numerical Optimization", 2006, chapter 3, https://doi.org/10.1007/978-0-387-40065-5.
 """
@@ -19,29 +18,29 @@ from typing import NamedTuple
 
 C1, C2 = 1e-4, 0.9
 MOST = 25
-"""Trials of one search."""
+"""The most trials of one search."""
 NEAR = 1e-9
-"""An interval is used up when no weight would move by more than that from one end to the other."""
+"""The search ends if no weight differs by more than this between the two ends of the interval."""
 
 
 class Trial(NamedTuple):
-    """What was found at a step t."""
+    """The loss and its derivative at a step t."""
 
     t: float
     loss: float
     slope: float
-    """f'(t), the gradient's part along the direction."""
+    """f'(t), the derivative along the direction."""
     gradient: str
-    """What it is called where it lies."""
+    """The name of its gradient in the `Space`."""
 
 
 Evaluate = Callable[[float], Trial]
 LineSearch = Callable[[Evaluate, Trial, float, float], Trial]
-"""search(evaluate, start, t, reach): begins with step t; reach is the direction's largest number."""
+"""search(evaluate, start, t, reach): begins with step t; reach is the direction's largest |number|."""
 
 
 def strong_wolfe(evaluate: Evaluate, start: Trial, t: float, reach: float) -> Trial:
-    """The first trial that meets both conditions; if there is none, the lowest one of the last interval."""
+    """The first trial that meets both conditions; if none does, the one with the lowest loss in the last interval."""
     old, new = start, evaluate(t)
     for tries in range(MOST):
         if not _low_enough(new, start) or (tries > 1 and new.loss >= old.loss):
@@ -56,13 +55,13 @@ def strong_wolfe(evaluate: Evaluate, start: Trial, t: float, reach: float) -> Tr
 
 
 def _zoom(evaluate: Evaluate, start: Trial, one: Trial, other: Trial, reach: float, tries: int) -> Trial:
-    """Shrink the interval between two trials."""
+    """Shrink the interval between two trials around a point that meets both conditions."""
     low, high = _sorted(one, other)
-    hesitated = False
+    near_end = False
     for _ in range(tries):
         if abs(high.t - low.t) * reach < NEAR:
             break
-        t, hesitated = _inside(low, high, hesitated)
+        t, near_end = _inside(low, high, near_end)
         new = evaluate(t)
         if not _low_enough(new, start) or new.loss >= low.loss:
             low, high = _sorted(low, new)
@@ -82,27 +81,27 @@ def _flat_enough(new: Trial, start: Trial) -> bool:
 
 
 def _sorted(one: Trial, other: Trial) -> tuple[Trial, Trial]:
-    """The lower one first."""
+    """The one with the lower loss first."""
     return (one, other) if one.loss <= other.loss else (other, one)
 
 
-def _inside(low: Trial, high: Trial, hesitated: bool) -> tuple[float, bool]:
-    """Where to look between two trials; if it was near an end twice in a row, a tenth of the interval away from it."""
+def _inside(low: Trial, high: Trial, near_end: bool) -> tuple[float, bool]:
+    """The next trial between two others; if it was near an end twice in a row, a tenth of the interval away from it."""
     left, right = sorted((low.t, high.t))
     t, edge = _between(low, high, left, right), 0.1 * (right - left)
     if min(right - t, t - left) >= edge:
         return t, False
-    if not hesitated and left < t < right:
+    if not near_end and left < t < right:
         return t, True
     return (right - edge if right - t < t - left else left + edge), False
 
 
 def _between(one: Trial, other: Trial, least: float, most: float) -> float:
-    """The minimum of the cubic through two trials, kept within bounds; their middle if it has none."""
+    """The minimum of the cubic through two trials, clamped to the bounds; the middle if it has none."""
     (x1, f1, g1, _), (x2, f2, g2, _) = sorted((one, other), key=lambda trial: trial.t)
     a = g1 + g2 - 3 * (f1 - f2) / (x1 - x2)
     square = a * a - g1 * g2
-    if square >= 0:  # not so if anything is no number
+    if square >= 0:  # False if a number is NaN
         root = math.sqrt(square)
         if curvature := g2 - g1 + 2 * root:
             return min(max(x2 - (x2 - x1) * (g2 + root - a) / curvature, least), most)

@@ -1,1 +1,1 @@
-"""The real world: processes, links between them, and whoever watches over them."""
+"""Real processes: the links between them, their membership of a run, and how they are launched."""

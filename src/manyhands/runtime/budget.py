@@ -1,10 +1,9 @@
-"""Budgets of workers in many processes, and how a run stops early (SIGTERM) without leaving anybody waiting.
+"""Budgets of workers in several processes, and how a run stops early (SIGTERM) without a rank that waits for ever.
 
-lock step    Whoever hears that the run is to stop says how many mini-batches it has taken, and takes no more until it
-             knows the largest such number: that many are taken by all. So nobody waits for a step that never comes.
-otherwise    One counter for all, in the memory of their host or with whoever watches over all. The first to ask after
-             the run is to stop closes it. If workers may come later, it is with whoever watches: there it is also
-             known who comes.
+lockstep     A worker that is asked to stop reports how many mini-batches it has taken, and takes no more until it knows
+             the largest such number of all workers: all of them take that many. So no rank waits for a missing step.
+otherwise    One counter for all, in shared memory of their host or in the watcher. The first request after the run was
+             asked to stop closes it. If workers may join later, the watcher has it, since it knows which ranks join.
 """
 
 from __future__ import annotations
@@ -15,41 +14,41 @@ from collections.abc import Sequence
 import torch
 
 from manyhands.core.budget import await_arrivals, pause
-from manyhands.core.protocols import Transport
-from manyhands.runtime.transport import RealTransport
+from manyhands.core.port import Transport
+from manyhands.runtime.transport.transport import RealTransport
 
 
 class Pace:
-    """How many mini-batches this rank has taken, over all segments of its run; shared by their budgets."""
+    """Counts the mini-batches of this rank over all segments of its run; their budgets share it."""
 
     def __init__(self, transport: RealTransport) -> None:
-        self._member = transport.member
+        self._control = transport.control
         self._taken = 0
         self._frozen = False
         self._last: int | None = None
-        self._news = threading.Condition()
-        transport.member.on_finish(self._freeze, self._stop_at)
+        self._changed = threading.Condition()
+        transport.control.on_finish(self._freeze, self._stop_at)
 
     def budget(self, steps: int) -> Steps:
-        """As many as `steps` from the end of the last budget on."""
+        """A budget of `steps` more mini-batches."""
         return Steps(self, steps)
 
     def _freeze(self) -> int:
-        with self._news:
+        with self._changed:
             self._frozen = True
             return self._taken
 
     def _stop_at(self, step: int) -> None:
-        with self._news:
+        with self._changed:
             self._last = step
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def take(self) -> bool:
-        """One more, unless all have stopped here."""
-        with self._news:
+        """Take one more mini-batch, unless all ranks stop at this one."""
+        with self._changed:
             while self._frozen and self._last is None:
-                self._member.check()
-                self._news.wait(0.1)
+                self._control.check()
+                self._changed.wait(0.1)
             if self._last is not None and self._taken >= self._last:
                 return False
             self._taken += 1
@@ -66,7 +65,7 @@ class Steps:
         self.arrivals: Sequence[int] = ()
 
     def grant(self, transport: Transport) -> bool:
-        """Whether this rank has not had all of them, and the run goes on."""
+        """Whether this rank may take one more, and the run has not been stopped."""
         if self._left == 0:
             return False
         self._left -= 1
@@ -74,34 +73,34 @@ class Steps:
         return not self.stopped
 
 
-class Common:
+class SharedBudget:
     """All workers draw from one number of mini-batches.
 
     Args:
-        transport: this rank's.
-        total: how many mini-batches there are in all.
-        name: tells several budgets of one run apart.
+        transport: the transport of this rank.
+        total: how many mini-batches all workers take together.
+        name: distinguishes the budgets of one run.
     """
 
     def __init__(self, transport: RealTransport, total: int, name: str = "budget") -> None:
         self._total = total
         self._name = name
-        self._member = transport.member
+        self._control = transport.control
         self.stopped = False
         self.arrivals: Sequence[int] = ()
         hosts = {host for host, role in zip(transport.hosts, transport.roles, strict=True) if role == "worker"}
         self._cells: memoryview | None = None
-        if len(hosts) == 1 and not transport.late:
+        if len(hosts) == 1 and not transport.pending_ranks:
             self._cells = memoryview(transport.shared(name, 2, torch.int64).numpy())  # type: ignore[arg-type]
             self._lock = transport.lock(name)
 
     def grant(self, transport: Transport) -> bool:
-        """Whoever comes first is served first."""
+        """Whether one more is left; requests are served in the order of their arrival."""
         if self._cells is None:
             return self._ask(transport)
         with self._lock:
             taken, closed = self._cells
-            if taken < self._total and not closed and self._member.finishing:
+            if taken < self._total and not closed and self._control.finishing:
                 self._cells[1] = closed = 1
             self.stopped = bool(closed)
             if closed or taken >= self._total:
@@ -110,16 +109,16 @@ class Common:
             return True
 
     def _ask(self, transport: Transport) -> bool:
-        answer = self._member.grant(self._name, self._total)
-        if not answer["yes"] and answer["coming"]:
-            await_arrivals(transport, lambda: self._member.grant(self._name, self._total)["coming"])
+        answer = self._control.grant(self._name, self._total)
+        if not answer["yes"] and answer["joining"]:
+            await_arrivals(transport, lambda: self._control.grant(self._name, self._total)["joining"])
         self.stopped, self.arrivals = answer["closed"], answer["arrivals"]
         return bool(answer["yes"])
 
     def enter(self, transport: Transport) -> int | None:
-        """From the first grant to the last."""
+        """Begin to join: how many were granted, once there is one; None if the budget is used up."""
         while True:
-            answer = self._member.enter(self._name, self._total)
+            answer = self._control.enter(self._name, self._total)
             self.arrivals = answer["arrivals"]
             if answer["over"]:
                 return None
@@ -128,5 +127,5 @@ class Common:
             pause(transport)
 
     def arrived(self, transport: Transport) -> None:
-        """It is no longer on its way."""
-        self._member.arrived(self._name)
+        """This rank has finished joining."""
+        self._control.arrived(self._name)

@@ -1,13 +1,14 @@
-"""Checkpoints on disk: complete or absent, and damage is noticed.
+"""Checkpoints on disk: complete or absent, and checked for damage when they are read.
 
-    DIR/step-00000120/weights.safetensors     what was learned
+    DIR/step-00000120/weights.safetensors     the trained weights
                       buffers.safetensors     such as BatchNorm's statistics, averaged
-                      state.safetensors       all that a resumed run needs beside them
+                      state.safetensors       everything else that a resumed run needs
                       manifest.json           facts about the run; size and SHA-256 of every file; its own SHA-256
 
-A checkpoint is written under another name, file by file, each synced, the manifest last, and then renamed; older ones
-are removed only after that. Whoever is killed on the way leaves the last good one in place, and a leftover that nobody
-reads and the next save removes. Reading checks everything before it is parsed, and nothing is ever unpickled.
+A checkpoint is written under a temporary name, file by file, each synced, the manifest last, and then renamed; older
+checkpoints are removed only after that. A process that is killed before the rename leaves the last good checkpoint in
+place, and a partial folder which is never read and which the next save removes. Reading verifies sizes and hashes
+before it parses anything, and nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.protocols import Saved, Weights
+from manyhands.core.strategy import Saved, Weights
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -39,7 +40,7 @@ _LEFTOVER = re.compile(r"\.step-.*\.partial-\d+")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved; `facts` is whatever the run had to say about itself."""
+    """A checkpoint, read; `facts` describe the run that it was saved from (task, seed, strategy, ...)."""
 
     path: Path
     facts: Mapping[str, Any]
@@ -61,7 +62,7 @@ def save_checkpoint(
     *,
     keep: int = 2,
 ) -> Path:
-    """Add a checkpoint to a folder and keep the newest `keep`; those of later steps were given up and go too."""
+    """Add a checkpoint to a folder. The newest `keep` stay; those of later steps are removed too: they are obsolete."""
     refuse_unless(step >= 0, "step", step, ">= 0")
     refuse_unless(keep >= 1, "keep", keep, ">= 1")
     folder = Path(folder)
@@ -81,7 +82,7 @@ def save_checkpoint(
 
 
 def _remove_all_but(folder: Path, step: int, keep: int) -> None:
-    """Keep the newest ones up to a step."""
+    """Remove all checkpoints but the newest `keep` up to a step."""
     final, *older = [one for one in found_in(folder) if one.step <= step]
     older = [one for one in older if one.step < step]
     for one in found_in(folder):
@@ -102,7 +103,7 @@ def _fill(folder: Path, facts: Mapping[str, Any], tensors: Mapping[str, Weights]
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    """The hash of a manifest's canonical JSON, but for the hash itself."""
+    """The hash of a manifest's canonical JSON, without the field of the hash itself."""
     rest = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -115,7 +116,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder last."""
+    """Sync a folder, so that renames in it are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,7 +125,7 @@ def _sync(folder: Path) -> None:
 
 
 def _put_aside(final: Path) -> None:
-    """Make room for a checkpoint of the same step; the old one can still be found until the new one is there."""
+    """Rename a checkpoint of the same step; it can still be found until the new one is complete."""
     aside = final.with_name(f"{final.name}.replaced")
     if aside.exists():
         _remove(aside)
@@ -132,7 +133,7 @@ def _put_aside(final: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint under another name, so that half of one never looks like one."""
+    """Remove a checkpoint, renamed first: a partial removal must not look like a checkpoint."""
     leftover = checkpoint.with_name(f".{checkpoint.name}.partial-{os.getpid()}")
     os.rename(checkpoint, leftover)
     shutil.rmtree(leftover)
@@ -141,26 +142,26 @@ def _remove(checkpoint: Path) -> None:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
-    """A checkpoint in a folder, not looked into yet."""
+class FoundCheckpoint(NamedTuple):
+    """The step and path of a checkpoint whose files are not read yet."""
 
     step: int
     path: Path
 
 
-def found_in(folder: Path) -> list[Found]:
+def found_in(folder: Path) -> list[FoundCheckpoint]:
     """The checkpoints of a folder that have a manifest, newest first."""
-    return sorted(_look(folder), key=lambda one: (one.step, one.path.suffix == ""), reverse=True)
+    return sorted(_scan(folder), key=lambda one: (one.step, one.path.suffix == ""), reverse=True)
 
 
-def _look(folder: Path) -> Iterator[Found]:
+def _scan(folder: Path) -> Iterator[FoundCheckpoint]:
     for path in folder.iterdir() if folder.is_dir() else ():
         if (match := _NAME.fullmatch(path.name)) and (path / MANIFEST).is_file():
-            yield Found(int(match[1]), path)
+            yield FoundCheckpoint(int(match[1]), path)
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Read a checkpoint, or the newest one of a folder of them; damage of any kind is refused by name."""
+    """Read a checkpoint, or the newest one of a folder of them; any damage is refused with the name of the file."""
     path = Path(path)
     if (path / MANIFEST).exists():
         return _load(path)
@@ -201,16 +202,16 @@ def _manifest(path: Path) -> dict[str, Any]:
     if manifest.get("format") != FORMAT:
         raise Refused(f"{path} has format {manifest.get('format')!r}, but must have {FORMAT}")
     if manifest.get("manifest_sha256") != _digest(manifest):
-        raise Refused(f"{path} is damaged: its SHA-256 is not the one it says")
+        raise Refused(f"{path} is damaged: its SHA-256 is not the one it contains")
     files = manifest.get("files")
-    _refuse_strangers(path, files)
+    _refuse_other_files(path, files)
     if not isinstance(manifest.get("facts"), dict):
         raise Refused(f"{path} has no facts, but must have some")
     return manifest
 
 
-def _refuse_strangers(path: Path, files: Any) -> None:
-    """Exactly our own files, so that no name can lead out of the folder."""
+def _refuse_other_files(path: Path, files: Any) -> None:
+    """Refuse a manifest that does not list exactly `FILES`, so that no name can point outside the folder."""
     names = files.keys() if isinstance(files, dict) else set()
     for name in names - set(FILES):
         raise Refused(f"{path} lists the file {name!r}, but must list {', '.join(FILES)} only")
@@ -221,7 +222,7 @@ def _refuse_strangers(path: Path, files: Any) -> None:
 
 
 def _read(path: Path, size: int | None = None) -> bytes:
-    """A file's bytes, of which there must be `size` (None: not too many)."""
+    """The bytes of a file, whose size must be `size` (None: at most `LARGEST_MANIFEST`)."""
     try:
         found = path.stat().st_size
         if size is not None and found != size:

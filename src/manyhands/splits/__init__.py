@@ -1,4 +1,4 @@
-"""What is split? Data, layers; and the schedules that bring the pieces together."""
+"""What is split? Data and layers; and the schedules by which pipeline stages process micro-batches."""
 
 from manyhands.splits import schedules
 

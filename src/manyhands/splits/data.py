@@ -1,15 +1,15 @@
-"""Which samples does a rank see, and in which order.
+"""Data shards: which samples a rank draws, and in which order.
 
-Rank r of P owns the samples r, r + P, r + 2P, ... and walks over them again and again, each pass in a
-fresh order; mini-batches are cut from that endless walk, so that each of them is full:
+Rank r of P owns the samples r, r + P, r + 2P, ... and passes over them repeatedly, each time in a new order;
+mini-batches are cut from the concatenation of all passes, so that each of them is full:
 
     5 samples owned, batch_size 3     pass 0: c a e d b   pass 1: b e c a d   ...
                                              |-----|-----------|-----|-------
     batch                                       0       1         2      3
 
-If all shall see everything, each rank walks over all samples in an order of its own.
-The order of a pass depends on (seed, rank, pass) and on nothing else. So the position in the walk is one
-number, the count of batches drawn, and a resumed run goes on from it at once.
+If the data set is not divided (`whole`), each rank passes over all samples, in its own order. The order of a pass
+depends only on (seed, rank, pass), so the position is one number, the count of batches drawn, and a run can resume
+from it directly.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from torch import Tensor
 from torch.utils.data import TensorDataset, default_collate
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.protocols import Batch
+from manyhands.core.strategy import Batch
 
 
 class Share:
-    """The endless stream of mini-batches of one rank.
+    """The endless sequence of mini-batches of one rank.
 
     Args:
         dataset: any map-style data set; one that has `.tensors` is indexed a whole batch at once.
-        rank: whose samples.
+        rank: the rank whose samples these are.
         size: how many ranks share the data set.
         batch_size: samples per mini-batch.
-        seed: with the rank, decides the order of every pass.
-        put_together: makes a mini-batch of a list of samples; by default a tuple of tensors, or it is refused.
-        whole: whether every rank owns all samples, each in an order of its own.
+        seed: determines, with the rank, the order of every pass.
+        put_together: makes a mini-batch of a list of samples; by default `collate`, which makes a tuple of tensors.
+        whole: whether every rank owns all samples, each in its own order.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Share:
 
     @property
     def position(self) -> int:
-        """How many batches were drawn; set it to go on from there."""
+        """How many batches were drawn; set it to continue from there."""
         return self._position
 
     @position.setter
@@ -79,7 +79,7 @@ class Share:
         self._position = batches
 
     def next_batch(self) -> Any:
-        """Draw the next mini-batch."""
+        """Draw the next mini-batch, and advance the position."""
         index = self._next_index()
         if self._tensors is not None:
             batch = tuple(field[index] for field in self._tensors)
@@ -89,17 +89,17 @@ class Share:
         return batch
 
     def _next_index(self) -> Tensor:
-        at = self._position * self.batch_size
-        end = at + self.batch_size
-        pieces = []
-        while at < end:
-            number, start = divmod(at, self.owned)
-            pieces.append(self._order_of(number)[start : start + end - at])
-            at += len(pieces[-1])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        index = self._position * self.batch_size
+        end = index + self.batch_size
+        slices = []
+        while index < end:
+            number, start = divmod(index, self.owned)
+            slices.append(self._order_of(number)[start : start + end - index])
+            index += len(slices[-1])
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def _order_of(self, number: int) -> Tensor:
-        """The owned samples in the order of one pass; the newest is remembered."""
+        """The owned samples in the order of one pass; the newest order is cached."""
         if number != self._pass:
             generator = torch.Generator().manual_seed(mixed(self.seed, self.rank, number))
             self._order = torch.randperm(self.owned, generator=generator) * self._mine.step + self._mine.start
@@ -108,15 +108,15 @@ class Share:
 
 
 def mixed(*numbers: int) -> int:
-    """One seed from several numbers. Torch's CPU generator looks at the lowest 32 bits only, so all must reach them."""
+    """One seed of several numbers. Torch's CPU generator uses only the lowest 32 bits, so all are mixed into them."""
     words = [word for number in numbers for word in divmod(number % 2**64, 2**32)]
     return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
 def tensors_of(dataset: Any) -> Sequence[Tensor] | None:
-    """The fields of a data set that is nothing but tensors in memory; None if samples must be asked for one by one."""
+    """The fields of a data set that consists of tensors in memory; None if samples must be read one by one."""
     if isinstance(dataset, TensorDataset) and type(dataset).__getitem__ is not TensorDataset.__getitem__:
-        return None  # a subclass that does something to its samples
+        return None  # a subclass that changes its samples
     fields = getattr(dataset, "tensors", None)
     if not isinstance(fields, tuple | list) or not fields:
         return None
@@ -125,7 +125,7 @@ def tensors_of(dataset: Any) -> Sequence[Tensor] | None:
 
 
 def collate(samples: list[Any]) -> Batch:
-    """Make one mini-batch of samples that were asked for one by one."""
+    """Make one mini-batch of samples that were read one by one."""
     if isinstance(samples[0], dict):
         raise Refused("a sample is a dict, but must be a tuple of fields, the last one the target")
     if not isinstance(samples[0], tuple | list):

@@ -1,6 +1,6 @@
-"""A model cut by layers: an `nn.Sequential` into contiguous stages of about equal size.
+"""Pipeline stages: an `nn.Sequential` cut into contiguous stages of about equal size.
 
-The largest stage is made as small as possible (dynamic programming over the last cut):
+The size of the largest stage is minimal (dynamic programming over the last cut):
 
     cost(j, k) = min over i < j of max(cost(i, k - 1), size of layers i .. j-1)
 """
@@ -20,9 +20,9 @@ def stages(model: nn.Module, count: int) -> list[nn.Sequential]:
     if not isinstance(model, nn.Sequential):
         raise Refused(f"the model is a {type(model).__name__}, but a pipeline needs an nn.Sequential")
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in model]
-    weighty = sum(1 for size in sizes if size)
+    trainable = sum(1 for size in sizes if size)
     refuse_unless(
-        count <= weighty, "the number of stages", count, f"<= {weighty}, the number of layers with parameters"
+        count <= trainable, "the number of stages", count, f"<= {trainable}, the number of layers with parameters"
     )
     cuts = [0, *_cuts(tuple(sizes), count), len(sizes)]
     cut = [nn.Sequential(*list(model)[start:stop]) for start, stop in pairwise(cuts)]
@@ -31,7 +31,7 @@ def stages(model: nn.Module, count: int) -> list[nn.Sequential]:
 
 
 def _cuts(sizes: tuple[int, ...], count: int) -> list[int]:
-    """Where stages 1, 2, ... begin."""
+    """The first layers of stages 1, 2, ..."""
 
     @cache
     def best(stop: int, stages: int) -> tuple[float, tuple[int, ...]]:

@@ -1,19 +1,20 @@
 """Compressed: every worker has the whole model; encoded gradients are summed over all before each step.
 
-split  data        when  bulk                   who  a sum of encoded vectors (topology/sums)
+split  data        when  bulk                   who  a compressed all-reduce (collectives/compressed)
 what   any Codec   how   any Rule, the same on every worker
 
-    s_k = C(g_k)                       C may remember what it could not send, and send it later
+    s_k = C(g_k)                       C may keep the error in memory and add it to the next gradient
     g = (1/P) sum_k D(s_k)             all ranks end with the same bits
     w <- w + rule(g)
 
-For the first `dense` steps gradients are summed as they are, as in AllReduce: when weights move fast, a codec that is
-late does harm.
+For the first `dense` steps gradients are summed uncompressed, as in AllReduce: while weights move fast, the delay that
+error memory causes does harm.
 
-Which of the sums it is, and what it needs to know, an Exchange says:
+A GradientExchange holds the knobs of a compressed all-reduce:
 
-    Encoded    any codec; whom to tell: everyone (gather), owners of stripes (stripes), partners (sparcml)
-    LowRank    no codec: two thin matrices instead of each large one
+    Encoded    any codec; payloads go to all workers (gather), to the owners of stripes (stripes), or from partner to
+               partner (sparcml)
+    LowRank    no codec: two thin matrices replace each large one
 """
 
 from __future__ import annotations
@@ -21,39 +22,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
+from manyhands.collectives import collective
+from manyhands.collectives.compressed import (
+    CompressedSum,
+    Gather,
+    Hierarchical,
+    LowRankSum,
+    Sparcml,
+    Stripes,
+    Untouched,
+    check_pairs,
+)
+from manyhands.core.codec import Codec
+from manyhands.core.declared_state import CustomState, RuleState, StateParts
 from manyhands.core.errors import refuse_unless
-from manyhands.core.flat import Part, Span
-from manyhands.core.holding import replica
-from manyhands.core.protocols import Batch, Codec, Rule, Saved, Weights
-from manyhands.core.saving import collect, join, pieces, restore, section, under, workers_in
+from manyhands.core.flat import DtypeGroup, Span
+from manyhands.core.rule import Rule
+from manyhands.core.strategy import Batch, Strategy, Traits, Weights
+from manyhands.core.weight_slice import replica_slices
 from manyhands.core.worker import Worker
 from manyhands.strategies.allreduce import apply_sum
-from manyhands.topology.collectives import all_reducer
-from manyhands.topology.sums import Gather, Hierarchical, LowRankSum, Sparcml, Stripes, Sum, check_pairs
 
 Way = Literal["gather", "stripes", "sparcml"]
 
 
-class Exchange(Protocol):
-    """How gradients are summed: knobs only."""
+class GradientExchange(Protocol):
+    """The knobs of a compressed all-reduce."""
 
-    def begin(self, w: Worker) -> Sum:
-        """The sum for this run, with its memory."""
+    def begin(self, w: Worker) -> CompressedSum:
+        """The all-reduce of this run, with its error memory."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Any codec.
+    """An all-reduce of payloads of any codec.
 
     Args:
         codec: C and D.
-        way: who is told what: everything to everyone (gather), stripes to their owners, who tell the sum (stripes), or
-            sparse vectors from partner to partner (sparcml).
-        by_host: whether those of one host first add up what they have, as it is, and then come as one.
-        algorithm: of sparcml: double, split or dense; auto: by how many numbers are to be expected.
-        values: how sparcml tells a sum that has become dense; as it is, if not given.
+        way: which payloads are sent where: all to all workers (gather), stripes to their owners, which send the sum
+            back (stripes), or sparse vectors from partner to partner (sparcml).
+        by_host: whether the workers of a host first sum their gradients uncompressed and then take part as one.
+        algorithm: of sparcml: double, split or dense; auto chooses by the expected number of nonzero elements.
+        values: the codec of a sum that has become dense in sparcml; None: uncompressed.
     """
 
     codec: Codec
@@ -67,11 +79,11 @@ class Encoded:
         if self.way == "sparcml":
             check_pairs(self.codec)
 
-    def begin(self, w: Worker) -> Sum:
-        """Among all workers, or among the first of every host."""
+    def begin(self, w: Worker) -> CompressedSum:
+        """Among all workers, or among the first worker of every host."""
         return Hierarchical(w, partial(self._among, w)) if self.by_host else self._among(w, w.workers)
 
-    def _among(self, w: Worker, ranks: Sequence[int]) -> Sum:
+    def _among(self, w: Worker, ranks: Sequence[int]) -> CompressedSum:
         if self.way == "gather":
             return Gather(w, self.codec, ranks)
         if self.way == "stripes":
@@ -81,11 +93,11 @@ class Encoded:
 
 @dataclass(frozen=True)
 class LowRank:
-    """Two thin matrices instead of each large one.
+    """A low-rank approximation of each large gradient matrix.
 
     Args:
-        rank: r, how thin.
-        least_rate: by how much they must be smaller at least, or a parameter is summed as it is.
+        rank: r, the number of columns of the thin matrices.
+        least_rate: the least compression rate; a parameter that would be compressed less is summed uncompressed.
     """
 
     rank: int = 1
@@ -95,69 +107,67 @@ class LowRank:
         refuse_unless(self.rank >= 1, "rank", self.rank, ">= 1")
         refuse_unless(self.least_rate >= 1, "least_rate", self.least_rate, ">= 1")
 
-    def begin(self, w: Worker) -> Sum:
-        """Among all workers."""
+    def begin(self, w: Worker) -> CompressedSum:
+        """The sum among all workers."""
         return LowRankSum(w, self.rank, self.least_rate)
 
 
 @dataclass
-class Compressed:
+class Compressed(Strategy):
     """Bulk-synchronous training with encoded gradients.
 
     Args:
         rule: how the mean gradient is applied.
         exchange: how gradients are summed.
-        dense: steps at the beginning in which they are summed as they are.
+        dense: how many steps at the beginning are uncompressed.
     """
 
     rule: Rule
-    exchange: Exchange
+    exchange: GradientExchange
     dense: int = 0
-    lockstep: ClassVar[bool] = True
-    one_host: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lockstep=True, on_worker_loss="ends")
 
     def __post_init__(self) -> None:
         refuse_unless(self.dense >= 0, "dense", self.dense, ">= 0")
 
     def setup(self, w: Worker) -> None:
-        """The weights with their rule; the sum, with what codecs remember; a collective for what is not encoded."""
-        self.held = replica(w.flat, self.rule)
+        """The weights with their rule; the compressed all-reduce with its memory; one for the first, dense steps."""
+        self.slices = replica_slices(w.flat, self.rule)
         self.sum = self.exchange.begin(w)
-        self.plain = all_reducer("auto", w.transport, w.workers)
+        self.plain = collective("auto", w.transport, w.workers)
 
     def step(self, w: Worker, batch: Batch) -> float:
-        """Compute, sum over everyone, update."""
+        """Compute, sum over all workers, update."""
         loss = w.gradient(batch)
-        for number, (part, held) in enumerate(zip(w.flat.parts, self.held, strict=True)):
+        for number, (group, weight_slice) in enumerate(zip(w.flat.groups, self.slices, strict=True)):
             if w.step < self.dense:
-                self.plain.all_reduce(part.outgoing)
+                self.plain.all_reduce(group.outgoing)
             else:
-                self.plain.all_reduce(part.marks)
-                self.sum.add_up(part.grad, Span(number, 0, part.weights.numel()))
-                mark_late(part)
-            apply_sum(w, part, held)
+                span = Span(number, 0, group.weights.numel())
+                count_touched(group, self.sum.all_reduce(group.grad, span, group.untouched()))
+            apply_sum(w, group, weight_slice)
         return loss
 
     def answer(self, w: Worker) -> Weights | None:
-        """All replicas are equal."""
+        """The lead's replica: all are equal."""
         return w.named() if w.rank == w.lead else None
 
-    # -- checkpoints ------------------------------------------------------------------------------
-
-    def state(self, w: Worker) -> Saved | None:
-        """What the rule remembers, which is the same on every worker, and what each has not sent yet."""
-        saved = collect(w, under("sum", self.sum.state()), of_all=True)
-        return None if saved is None else saved | under("rule", join(pieces(self.held, w.flat.places)))
-
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """The rule's for everyone; what was not sent goes to those that are there now."""
-        restore(self.held, w.flat.places, section(saved, "rule"))
-        self.sum.restore([section(one, "sum") for one in workers_in(saved)])
+    def declared_state(self, w: Worker) -> StateParts:
+        """The rule's state, which is equal on every worker, and each worker's error memory."""
+        return {
+            "rule": RuleState(w.flat.slots, self.slices),
+            "sum": CustomState("all", self.sum.state, self.sum.restore),
+        }
 
 
-def mark_late(part: Part) -> None:
-    """A parameter that nobody has touched in this step is touched if something of an earlier one has come."""
-    for place in part.places if part.untouched() else ():
-        here = part.grad[place.span.start : place.span.stop]
-        if bool(here.any()):
-            part.marks[place.mark - part.places[0].mark] = 1
+def count_touched(group: DtypeGroup, untouched: Untouched) -> None:
+    """Set the touch counts after a sum: 0 if no worker touched a parameter and the sum has nothing of earlier steps."""
+    if group.untouched():
+        group.touch_counts.fill_(1)
+    first = group.slots[0].param_id
+    for slot in group.slots if untouched else ():
+        if slot.param_id in untouched and not bool(group.grad[slot.span.start : slot.span.stop].any()):
+            group.touch_counts[slot.param_id - first] = 0

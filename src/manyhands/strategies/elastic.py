@@ -1,4 +1,4 @@
-"""Elastic: every worker explores on its own, tied to a centre by a spring.
+"""Elastic: every worker trains its own weights, pulled towards a centre by a spring.
 
 split  data        when  every `period` steps; in lock step, or on each worker's own clock
 who    a collective (synchronous), parameter-server shards (asynchronous)
@@ -10,16 +10,16 @@ how    the elastic move beside any local Rule
     c   <- c + sum_k e_k                     synchronous (beta = P alpha): Jacobi, all at time t
     c   <- c + e_k                           asynchronous: one exchange, c read fresh
 
-With a codec C (and D, which decodes) both ways of an exchange are encoded, and both sides move by the same number. So
-what the centre gains its worker loses, whatever is rounded: x_k + c is moved by gradients alone.
+With a codec C (and its decoder D) both directions of an exchange are encoded, and both sides move by the same number.
+So the centre gains what its worker loses, whatever is rounded: only gradients move x_k + c.
 
     worker  C(x_k)  --------------------------------->  s = C(alpha (D(C(x_k)) - c));  c <- c + D(s)
             e_k = D(s)  <-----------------------------  s
 
-Synchronous, it is the way from the centre that is encoded, D(C(x_k - c)), and both move by that; what is left out stays
-between them, and is told later by itself.
+Synchronous, the difference from the centre is encoded, D(C(x_k - c)), and both move by that; what the codec leaves out
+remains in the difference, so later exchanges contain it.
 
-With `momentum` delta a worker's own move has inertia, in Nesterov's first form; the spring has none:
+With `momentum` delta a worker's own step has momentum, in Nesterov's first form; the elastic move has none:
 
     v_k <- delta v_k - eta g_k(x_k + delta v_k)
     x_k <- x_k + v_k - e_k
@@ -30,31 +30,33 @@ The answer is the centre c.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.codecs import Raw
+from manyhands.collectives import collective
+from manyhands.collectives.compressed import Gather
 from manyhands.consistency import Free
+from manyhands.core.codec import Codec
+from manyhands.core.declared_state import RuleState, StateParts, VectorState
+from manyhands.core.encoder import check_rounds, codec_for_span, encoded
 from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather
-from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Codec, Rule, Saved, Weights
-from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
-from manyhands.core.sending import check_rounds, over
+from manyhands.core.rule import Rule, UpdateContext
+from manyhands.core.state import load_vectors, named
+from manyhands.core.strategy import Batch, Strategy, Traits, Weights
+from manyhands.core.weight_slice import replica_slices
 from manyhands.core.worker import Worker
-from manyhands.topology.collectives import all_reducer
-from manyhands.topology.servers import Sharding, check_servers, connect, read_outcome, serve
-from manyhands.topology.servers.inbox import encoded
-from manyhands.topology.sums import Gather
+from manyhands.servers import ServerSetup, Sharding, check_servers, connect, read_outcome, serve
 
-STAYS = "what is not sent stays between a worker and the centre, and need not be remembered"
+STAYS = "what is not sent remains in the difference to the centre, and need not be remembered"
 
 
 @dataclass
-class Elastic:
+class Elastic(Strategy):
     """Elastic averaging.
 
     Args:
@@ -62,10 +64,10 @@ class Elastic:
         center_rate: beta, how fast the centre follows.
         moving_rate: alpha, how strongly a worker is pulled; None: beta / P.
         period: tau, steps between elastic moves; the first one is at step 0.
-        asynchronous: each worker meets the centre on its own clock.
+        asynchronous: each worker exchanges with the centre on its own clock.
         shard: how the centre is cut over the shards (asynchronous).
-        momentum: delta, what remains of a worker's last move.
-        codec: C, what x and e look like on the wire (asynchronous), or the way from the centre.
+        momentum: delta, the fraction of a worker's last step that is repeated.
+        codec: C, what x and e (asynchronous), or the difference from the centre, are encoded with.
     """
 
     rule: Rule
@@ -76,7 +78,6 @@ class Elastic:
     shard: Sharding = "size"
     momentum: float = 0.0
     codec: Codec = field(default_factory=Raw)
-    one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         refuse_unless(0 <= self.center_rate <= 1, "center_rate", self.center_rate, "0 to 1")
@@ -88,156 +89,156 @@ class Elastic:
             check_rounds(self.codec)
         forgets = self.codec.memory(torch.empty(0)) is None
         refuse_unless(forgets, "codec", self.codec, f"one without a memory: {STAYS}")
-        self.lockstep = not self.asynchronous
+
+    @property
+    def traits(self) -> Traits:
+        """Only asynchronous workers use servers, continue after a loss, and can be joined."""
+        free = self.asynchronous
+        loss: Literal["ends", "continues"] = "continues" if free else "ends"
+        return Traits(lockstep=not free, on_worker_loss=loss, servers=free, joiners=free, bounded=not free)
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """The centre must be large enough to be cut; only asynchronous workers meet it at a server."""
+        """Every server needs a part of the centre; only asynchronous workers use servers."""
         refuse_unless(self.asynchronous or servers == 0, "servers", servers, "0 unless asynchronous")
         check_servers(servers, model)
 
+    @property
+    def _server_setup(self) -> ServerSetup:
+        return ServerSetup(self.shard, Free(), self.rule, self.codec)
+
     def setup(self, w: Worker) -> None:
-        """x, the worker's own weights; v, their last move; c, the centre (synchronous) or the lanes to it."""
-        self.held = replica(w.flat, self.rule)
-        self.velocity = [torch.zeros_like(part.weights) for part in w.flat.parts] if self.momentum else []
+        """x, the worker's own weights; v, their last step; c, the centre (synchronous) or the clients of its shards."""
+        self.slices = replica_slices(w.flat, self.rule)
+        self.velocity = [torch.zeros_like(group.weights) for group in w.flat.groups] if self.momentum else []
         self.alpha = self.center_rate / len(w.workers) if self.moving_rate is None else self.moving_rate
         if self.asynchronous:
-            self.lanes = connect(w, self.shard, Free(), self.rule, self.codec)
+            self.clients = connect(w, self._server_setup)
         else:
-            self.center = [part.weights.clone() for part in w.flat.parts]
-            self.sum = all_reducer("auto", w.transport, w.workers)
-            self.told = None if self.codec == Raw() else Gather(w, self.codec)
+            self.center = [group.weights.clone() for group in w.flat.groups]
+            self.sum = collective("auto", w.transport, w.workers)
+            self.gather = None if self.codec == Raw() else Gather(w, self.codec)
 
     def step(self, w: Worker, batch: Batch) -> float:
-        """Meet the centre if it is time, then step by one's own gradient, taken before the meeting."""
-        meets = w.step % self.period == 0
+        """Exchange with the centre if it is time, and step by the own gradient, computed before that exchange."""
+        exchanges = w.step % self.period == 0
         if self.asynchronous:
-            moves = self.exchange(w) if meets else None
-            loss = self.gradient(w, batch)
+            moves = self._exchange(w) if exchanges else None
+            loss = self._gradient(w, batch)
         else:
-            loss = self.gradient(w, batch)
-            moves = self.meet(w) if meets else None
-        self.update(w, moves)
+            loss = self._gradient(w, batch)
+            moves = self._move_together(w) if exchanges else None
+        self._update(w, moves)
         return loss
 
     @torch.no_grad()
-    def gradient(self, w: Worker, batch: Batch) -> float:
+    def _gradient(self, w: Worker, batch: Batch) -> float:
         """At x, or with momentum at x + delta v."""
         if not self.velocity or w.flat.is_meta:
             return w.gradient(batch)
-        x = [part.weights.clone() for part in w.flat.parts]
-        for part, v in zip(w.flat.parts, self.velocity, strict=True):
-            part.weights.add_(v, alpha=self.momentum)
+        x = [group.weights.clone() for group in w.flat.groups]
+        for group, v in zip(w.flat.groups, self.velocity, strict=True):
+            group.weights.add_(v, alpha=self.momentum)
         loss = w.gradient(batch)
-        for part, old in zip(w.flat.parts, x, strict=True):
-            part.weights.copy_(old)
+        for group, old in zip(w.flat.groups, x, strict=True):
+            group.weights.copy_(old)
         return loss
 
     @torch.no_grad()
-    def meet(self, w: Worker) -> list[Tensor]:
-        """Synchronous: all workers and the centre move at once."""
+    def _move_together(self, w: Worker) -> list[Tensor]:
+        """Synchronous: all workers and the centre move in the same step."""
         moves = []
-        for number, (part, c) in enumerate(zip(w.flat.parts, self.center, strict=True)):
-            away = part.weights - c
-            moves.append(self.alpha * self.add_up(w, away, number))
+        for number, (group, c) in enumerate(zip(w.flat.groups, self.center, strict=True)):
+            away = group.weights - c
+            moves.append(self.alpha * self._all_reduce(w, away, number))
             c.add_(away, alpha=self.center_rate / len(w.workers))
-            w.move(3 * away.nbytes)
+            w.charge_copy(3 * away.nbytes)
         return moves
 
-    def add_up(self, w: Worker, away: Tensor, number: int) -> Tensor:
-        """Sum over all workers how far each is away, in place; returns how far this one is, as the others see it."""
+    def _all_reduce(self, w: Worker, away: Tensor, number: int) -> Tensor:
+        """Sum the differences of all workers in place; returns this worker's, as the others have decoded it."""
         mine = away.clone()
-        if self.told is None:
+        if self.gather is None:
             self.sum.all_reduce(away)
             return mine
         span = Span(number, 0, away.numel())
-        self.told.add_up(away, span)
+        self.gather.all_reduce(away, span)
         if not mine.is_meta:
-            over(self.codec, span, w.flat.places).decode(self.told.told, mine)
+            codec_for_span(self.codec, span, w.flat.slots).decode(self.gather.last_payload, mine)
         return mine
 
-    def exchange(self, w: Worker) -> list[Tensor]:
-        """Asynchronous: send x to every shard of the centre, get the move e back, both encoded."""
-        moves = [torch.zeros_like(part.weights) for part in w.flat.parts]
+    def _exchange(self, w: Worker) -> list[Tensor]:
+        """Asynchronous: send x to every shard of the centre, receive the move e, both encoded."""
+        moves = [torch.zeros_like(group.weights) for group in w.flat.groups]
         if self.codec != Raw():
-            w.move(sum(e.nbytes for e in moves))
-        for lane in self.lanes:
-            payload = [encoded(self.codec, w.flat.weights(span)) for span in lane.spans]
-            for (part, start, stop), told in zip(lane.spans, lane.exchange(payload, self.alpha), strict=True):
-                if not moves[part].is_meta:
-                    self.codec.decode(told, moves[part][start:stop])
+            w.charge_copy(sum(e.nbytes for e in moves))
+        for client in self.clients:
+            payload = [encoded(self.codec, w.flat.weights(span)) for span in client.spans]
+            for (group, start, stop), move in zip(client.spans, client.exchange(payload, self.alpha), strict=True):
+                if not moves[group].is_meta:
+                    self.codec.decode(move, moves[group][start:stop])
         return moves
 
     @torch.no_grad()
-    def update(self, w: Worker, moves: list[Tensor] | None) -> None:
-        """x <- x - e + rule(g), or x - e + v; neither move has seen the other."""
-        for number, (part, held) in enumerate(zip(w.flat.parts, self.held, strict=True)):
-            if moves is not None and not part.weights.is_meta:
-                part.weights.sub_(moves[number])
-            before, untouched = part.weights.clone() if self.velocity else part.weights, part.untouched()
-            held.update(part.grad, At(held.weights, samples=w.samples), untouched)
-            if self.velocity and not part.weights.is_meta:
-                for _, start, stop in (place.span for place in part.places if place.mark not in untouched):
-                    x, old, v = (one[start:stop] for one in (part.weights, before, self.velocity[number]))
+    def _update(self, w: Worker, moves: list[Tensor] | None) -> None:
+        """x <- x - e + rule(g), or x - e + v; each is computed at the x before both."""
+        for number, (group, weight_slice) in enumerate(zip(w.flat.groups, self.slices, strict=True)):
+            if moves is not None and not group.weights.is_meta:
+                group.weights.sub_(moves[number])
+            before, untouched = group.weights.clone() if self.velocity else group.weights, group.untouched()
+            weight_slice.update(group.grad, UpdateContext(weight_slice.weights, samples=w.samples), untouched)
+            if self.velocity and not group.weights.is_meta:
+                for _, start, stop in (slot.span for slot in group.slots if slot.param_id not in untouched):
+                    x, old, v = (one[start:stop] for one in (group.weights, before, self.velocity[number]))
                     torch.add(old, v.mul_(self.momentum).add_(x - old), out=x)
 
-    @property
-    def welcomes(self) -> bool:
-        """In lock step nobody is expected later."""
-        return self.asynchronous
-
-    def arrive(self, w: Worker) -> None:
-        """Come to the centre, and begin there."""
-        for lane in self.lanes:
-            lane.join()
-            lane.ask()
-            lane.pull([w.flat.weights(span) for span in lane.spans])
+    def join_running(self, w: Worker) -> None:
+        """Join the shards of the centre, and begin with its weights."""
+        for client in self.clients:
+            client.join()
+            client.ask()
+            client.pull([w.flat.weights(span) for span in client.spans])
 
     def finish(self, w: Worker) -> None:
-        """Take leave of the centre."""
+        """Asynchronous: leave the shards of the centre."""
         if self.asynchronous:
-            for lane in self.lanes:
-                lane.done()
+            for client in self.clients:
+                client.done()
 
     def serve(self, w: Worker) -> None:
-        """Keep a shard of the centre."""
+        """Hold a shard of the centre."""
         if self.asynchronous:
-            serve(w, self.shard, Free(), self.rule, self.codec)
+            serve(w, self._server_setup)
 
     def answer(self, w: Worker) -> Weights | None:
-        """The centre."""
+        """The weights of the centre."""
         if gather(w) is None:
             return None
         if not self.asynchronous:
             return w.named(self.center)
-        x = [part.weights.clone() for part in w.flat.parts]
-        center = w.named() if read_outcome(w, self.lanes) else None
-        place(w.flat.places, [part.weights for part in w.flat.parts], named(w.flat.places, x))
+        x = [group.weights.clone() for group in w.flat.groups]
+        center = w.named() if read_outcome(w, self.clients) else None
+        load_vectors(w.flat.slots, [group.weights for group in w.flat.groups], named(w.flat.slots, x))
         return center
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def rest(self, w: Worker) -> None:
-        """Asynchronous: let the shards of the centre know, so that it can be read."""
+    def quiesce(self, w: Worker) -> None:
+        """Asynchronous: leave the shards of the centre for now, so that it can be read."""
         if self.asynchronous:
-            for lane in self.lanes:
-                lane.rest()
+            for client in self.clients:
+                client.quiesce()
 
-    def go_on(self, w: Worker) -> None:
-        """Asynchronous: come back to the shards."""
+    def resume(self, w: Worker) -> None:
+        """Asynchronous: join the shards again."""
         if self.asynchronous:
-            for lane in self.lanes:
-                lane.join()
+            for client in self.clients:
+                client.join()
 
-    def state(self, w: Worker) -> Saved | None:
-        """Every worker's x and v, and what its rule remembers."""
-        x = named(w.flat.places, [part.weights for part in w.flat.parts])
-        v = named(w.flat.places, self.velocity) if self.velocity else {}
-        mine = under("x", x) | under("v", v) | under("rule", join(pieces(self.held, w.flat.places)))
-        return collect(w, mine, of_all=self.lockstep)
-
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """Each its own; a new worker begins at the centre with a fresh rule."""
-        if mine := own(w, saved):
-            place(w.flat.places, [part.weights for part in w.flat.parts], section(mine, "x"))
-            place(w.flat.places, self.velocity, section(mine, "v"))
-            restore(self.held, w.flat.places, section(mine, "rule"))
+    def declared_state(self, w: Worker) -> StateParts:
+        """Every worker's x, v and rule state; a new worker begins at the centre with a fresh rule."""
+        slots, x = w.flat.slots, [group.weights for group in w.flat.groups]
+        return {
+            "x": VectorState(slots, x, "own"),
+            "v": VectorState(slots, self.velocity, "own"),
+            "rule": RuleState(slots, self.slices, "own"),
+        }

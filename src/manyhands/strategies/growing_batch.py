@@ -1,16 +1,17 @@
-"""GrowingBatch: where others would lower the learning rate, the mini-batch grows.
+"""GrowingBatch: the mini-batch grows at those points of a run where others lower the learning rate.
 
-split  data        when  bulk, after so many mini-batches as make up a large one        who  a collective
+split  data        when  bulk, once per large mini-batch        who  a collective
 what   raw         how   any Rule, the same on every worker
 
-    noise  ~  eta N / (B (1 - mu))                eta / f and f B make it equally small
+    noise  ~  eta N / (B (1 - mu))                eta / f and f B reduce it equally
 
     part of the run     0 ...... 0.3 ...... 0.6 ...... 0.8 ...... 1
-    mini-batch            B        f B        f^2 B      f^2 B           as long as it is at most `most` times B
+    mini-batch            B        f B        f^2 B      f^2 B           up to `most` times B
     learning rate         eta      eta        eta        eta / f         from then on
 
-A worker adds up the gradients of the mini-batches that make up a large one, and only then all are averaged: the longer
-the run, the less is sent. What is left of a large one when the run ends makes a smaller one.
+A worker sums the gradients of the mini-batches that make up a large one, and only then are they averaged over all
+workers: the larger the mini-batch, the fewer bytes per sample. An incomplete large one at the end of the run makes a
+smaller step.
 """
 
 from __future__ import annotations
@@ -18,42 +19,46 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from manyhands.collectives import collective
+from manyhands.core.declared_state import CustomState, NumberState, RuleState, StateParts
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.flat import Place
-from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
-from manyhands.core.saving import add, collect, inherited, join, named, pieces, restore, section, under
+from manyhands.core.flat import ParamSlot
+from manyhands.core.rule import Rule, UpdateContext
+from manyhands.core.state import add, named
+from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
+from manyhands.core.weight_slice import replica_slices
 from manyhands.core.worker import Worker
-from manyhands.topology.collectives import all_reducer
 
 
 def noise_scale(lr: float, samples: int, batch: int, momentum: float = 0.0) -> float:
-    """How much a run is shaken: eta N / (B (1 - mu)), for mini-batches much smaller than the data."""
+    """The scale of SGD's random fluctuations, eta N / (B (1 - mu)), for mini-batches much smaller than the data."""
     return lr * samples / (batch * (1 - momentum))
 
 
 @dataclass
-class GrowingBatch:
+class GrowingBatch(Strategy):
     """Bulk-synchronous training with mini-batches that grow.
 
     Args:
         rule: how the mean gradient is applied.
-        factor: f, by how much a mini-batch grows.
-        milestones: when: as parts of the run, or in samples.
-        most: how many times the first mini-batch it may be; then the learning rate falls instead.
+        factor: f, by which the mini-batch is multiplied at a milestone.
+        milestones: when: as fractions of the run, or in samples.
+        most: how many times the first mini-batch it may be; after that the learning rate falls instead.
     """
 
     rule: Rule
     factor: int = 5
     milestones: Sequence[float] = (0.3, 0.6, 0.8)
     most: int = 25
-    lockstep: ClassVar[bool] = True
-    one_host: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lockstep=True, on_worker_loss="ends")
 
     def __post_init__(self) -> None:
         refuse_unless(self.factor >= 1, "factor", self.factor, ">= 1")
@@ -62,16 +67,18 @@ class GrowingBatch:
         refuse_unless(rising, "milestones", tuple(self.milestones), "rising and > 0")
         self.in_samples = max(self.milestones, default=1) >= 1
 
-    def phase(self, w: Worker) -> tuple[int, float]:
-        """How many mini-batches make up a large one now, and what the learning rate is divided by."""
+    def _phase(self, w: Worker) -> tuple[int, float]:
+        """How many mini-batches make up a large one now, and the divisor of the learning rate."""
         if self.in_samples:
-            return self.phase_at(w.samples)
+            return self._phase_at(w.samples)
         if not w.steps:
-            raise Refused("steps is missing: give milestones in samples, for nobody knows how long this run is")
-        return self.phase_at(w.step / w.steps)
+            raise Refused(
+                "steps is missing: milestones are fractions of a run of unknown length, but must be in samples"
+            )
+        return self._phase_at(w.step / w.steps)
 
-    def phase_at(self, where: float) -> tuple[int, float]:
-        """The same at some part of the run, or number of samples."""
+    def _phase_at(self, where: float) -> tuple[int, float]:
+        """The same at a fraction of the run, or at a number of samples."""
         passed = bisect_right(self.milestones, where)
         grown = 0
         while grown < passed and self.factor ** (grown + 1) <= self.most:
@@ -79,69 +86,70 @@ class GrowingBatch:
         return self.factor**grown, float(self.factor ** (passed - grown))
 
     def setup(self, w: Worker) -> None:
-        """The weights with their rule; the sum of gradients; mini-batches in it, and steps since it was begun."""
-        self.held = replica(w.flat, self.rule)
-        self.everyone = all_reducer("auto", w.transport, w.workers)
-        self.sums = [torch.zeros_like(part.outgoing) for part in w.flat.parts]
+        """The weights with their rule; the sum of gradients, its mini-batches, and steps since the last update."""
+        self.slices = replica_slices(w.flat, self.rule)
+        self.reducer = collective("auto", w.transport, w.workers)
+        self.sums = [torch.zeros_like(group.outgoing) for group in w.flat.groups]
         self.count = self.taken = 0
-        self.slower = 1.0
+        self.rate_divisor = 1.0
 
     def step(self, w: Worker, batch: Batch) -> float:
-        """Add to the sum; if that makes a large mini-batch, all take one step."""
+        """Add to the sum; once it is a large mini-batch, all workers update."""
         loss = w.gradient(batch)
-        for total, part in zip(self.sums, w.flat.parts, strict=True):
-            total.add_(part.outgoing)
+        for total, group in zip(self.sums, w.flat.groups, strict=True):
+            total.add_(group.outgoing)
         self.count += 1
         self.taken += 1
-        size, self.slower = self.phase(w)
+        size, self.rate_divisor = self._phase(w)
         if self.taken >= size:
-            self.update(w)
+            self._update(w)
         return loss
 
-    def update(self, w: Worker) -> None:
-        """One step with the mean over everyone's mini-batches."""
+    def _update(self, w: Worker) -> None:
+        """One update with the mean over the mini-batches of all workers."""
         counted = torch.tensor([float(self.count)])
-        self.everyone.all_reduce(counted)
-        for total, part, held in zip(self.sums, w.flat.parts, self.held, strict=True):
-            self.everyone.all_reduce(total)
-            w.move(total.nbytes)
-            part.outgoing.copy_(total)
+        self.reducer.all_reduce(counted)
+        for total, group, weight_slice in zip(self.sums, w.flat.groups, self.slices, strict=True):
+            self.reducer.all_reduce(total)
+            w.charge_copy(total.nbytes)
+            group.outgoing.copy_(total)
             total.zero_()
-            at = At(held.weights, samples=w.samples, count=len(w.workers), rate=1 / self.slower)
-            held.update(part.grad, at, part.untouched(), over=round(counted.item()))
+            at = UpdateContext(
+                weight_slice.weights, samples=w.samples, count=len(w.workers), rate=1 / self.rate_divisor
+            )
+            weight_slice.update(group.grad, at, group.untouched(), over=round(counted.item()))
         self.count = self.taken = 0
 
     def finish(self, w: Worker) -> None:
-        """What is left makes a smaller one."""
+        """Update with an incomplete large mini-batch."""
         if self.taken:
-            self.update(w)
+            self._update(w)
 
     def answer(self, w: Worker) -> Weights | None:
-        """All replicas are equal."""
+        """The lead's replica: all are equal."""
         return w.named() if w.rank == w.lead else None
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def state(self, w: Worker) -> Saved | None:
-        """What the rule remembers; every worker's sum, and how many mini-batches are in it."""
-        touched = [place for place in w.flat.places if self.mark(w, place)]
-        mine = under("sum", named(touched, self.sums)) | {"count": torch.tensor(self.count)}
-        saved = collect(w, mine, of_all=True)
-        if saved is None:
-            return None
-        return saved | under("rule", join(pieces(self.held, w.flat.places))) | {"taken": torch.tensor(self.taken)}
+    def declared_state(self, w: Worker) -> StateParts:
+        """The rule's state; every worker's sum and its number of mini-batches; steps since the last update."""
+        return {
+            "rule": RuleState(w.flat.slots, self.slices),
+            "sum": CustomState("inherited", partial(self._touched_sums, w), partial(self._add_sums, w)),
+            "count": NumberState(self, "count", "inherited"),
+            "taken": NumberState(self, "taken"),
+        }
 
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """The sums of workers that are gone go to those that are left."""
-        restore(self.held, w.flat.places, section(saved, "rule"))
-        self.taken = int(saved["taken"])
-        for old in inherited(w, saved):
-            self.count += int(old["count"])
-            add(w.flat.places, self.sums, section(old, "sum"))
-            for place in w.flat.places:
-                self.mark(w, place).add_(f"sum/{place.name}" in old)
+    def _touched_sums(self, w: Worker) -> Saved:
+        return named([slot for slot in w.flat.slots if self._touch_count(w, slot)], self.sums)
 
-    def mark(self, w: Worker, place: Place) -> Tensor:
-        """How often a parameter was touched: a number behind the gradients, as in `Flat`."""
-        part = w.flat.parts[place.span.part]
-        return self.sums[place.span.part][part.weights.numel() + place.mark - part.places[0].mark]
+    def _add_sums(self, w: Worker, saved: Sequence[Saved]) -> None:
+        for sums in saved:
+            add(w.flat.slots, self.sums, sums)
+            for slot in w.flat.slots:
+                self._touch_count(w, slot).add_(slot.name in sums)
+
+    def _touch_count(self, w: Worker, slot: ParamSlot) -> Tensor:
+        """How many mini-batches have touched a parameter: the number is behind the gradients, as in `Flat`."""
+        group = w.flat.groups[slot.span.group]
+        return self.sums[slot.span.group][group.weights.numel() + slot.param_id - group.slots[0].param_id]

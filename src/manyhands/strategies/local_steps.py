@@ -1,61 +1,57 @@
-"""LocalSteps: every worker trains on its own for a round, then all combine what they have found.
+"""LocalSteps: every worker trains alone for a round, then all workers average their weights.
 
 split  data        when  in rounds, in lock step        who  a collective
 what   any Codec   how   any Rule within a round; between rounds the average, or an outer Rule that steps towards it
 
-    x_k <- x_k + rule(g_k(x_k))                    as often as a round has steps
-    x   =  sum_k a_k x_k                           a_k = 1/P, unless a Weight says otherwise
+    x_k <- x_k + rule(g_k(x_k))                    in every step of a round
+    x   =  sum_k a_k x_k                           a_k = 1/P, or proportional to an AveragingWeight
     x_k <- x                                       or, with an outer rule:
-    W   <- W + outer(W - x);  x_k <- W             W is where rounds start
+    W   <- W + outer(W - x);  x_k <- W             W: the weights at the start of a round
 
-With a codec and an outer rule W - x_k travels encoded (topology/sums): what is lost of one round comes with the next.
+With a codec and an outer rule W - x_k is sent encoded (collectives/compressed): the error of one round is kept in
+memory and sent with the next.
 
-Until `warmup` steps are over gradients are averaged instead, as in `allreduce`. What is left of a round when the run
-ends makes a shorter one. The answer is the average, or what the outer rule makes of W.
+In the first `warmup` steps gradients are averaged instead, as in `allreduce`. An incomplete round at the end of the run
+is a shorter one. The answer is the average, or the outcome of the outer rule at W.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.collectives import collective
+from manyhands.collectives.compressed import Gather
+from manyhands.collectives.weighted_average import AveragingWeight, FixedWeights, average
 from manyhands.consistency import Rounds
+from manyhands.core.codec import Codec
+from manyhands.core.declared_state import CustomState, RuleState, StatePart, StateParts, VectorState
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather, mean
-from manyhands.core.holding import Holding, replica
-from manyhands.core.protocols import At, Batch, Codec, Rule, Saved, Weights
-from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under, workers_in
+from manyhands.core.rule import LooksAhead, Rule, UpdateContext
+from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
+from manyhands.core.weight_slice import WeightSlice, replica_slices
 from manyhands.core.worker import Worker
-from manyhands.topology.averages import Fixed, Weight, average
-from manyhands.topology.collectives import all_reducer
-from manyhands.topology.sums import Gather
-
-
-@runtime_checkable
-class LooksAhead(Protocol):
-    """An outer rule whose weights are not what is to be evaluated."""
-
-    def outcome(self, at: At) -> Tensor:
-        """What is."""
 
 
 @dataclass
-class LocalSteps:
+class LocalSteps(Strategy):
     """Rounds of local training.
 
     Args:
         rule: how a worker applies its own gradient.
-        rounds: how long they train on their own.
-        outer: how a round is applied; None: its average is taken as it is.
+        rounds: how long a round is.
+        outer: how the average of a round is applied; None: it replaces the weights.
         warmup: steps before the first round.
-        memory: what becomes of a local rule's memory after a round.
-        weight: how much each worker counts; None: all the same.
-        draws_from_all: whether every worker may see any sample, instead of having a share of its own.
-        codec: what a round has changed looks like on the wire; as it is, if not given.
+        memory: whether the state of the local rule is kept, averaged or reset after a round.
+        weight: the weight of each worker in the average; None: all equal.
+        draws_from_all: whether every worker may draw any sample, instead of having its own shard of the data.
+        codec: encodes the change of a round; None: it is sent uncompressed.
     """
 
     rule: Rule
@@ -63,11 +59,13 @@ class LocalSteps:
     outer: Rule | None = None
     warmup: int = 0
     memory: Literal["keep", "average", "reset"] = "keep"
-    weight: Weight | None = None
+    weight: AveragingWeight | None = None
     draws_from_all: bool = False
     codec: Codec | None = None
-    lockstep: ClassVar[bool] = True
-    one_host: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lockstep=True, on_worker_loss="ends", draws_from_all=self.draws_from_all)
 
     def __post_init__(self) -> None:
         refuse_unless(self.warmup >= 0, "warmup", self.warmup, ">= 0")
@@ -77,115 +75,116 @@ class LocalSteps:
             raise Refused(f"memory is {self.memory!r}, but must be 'keep': {self.rule} keeps its memory to itself")
 
         changes = self.codec is None or (self.outer is not None and self.weight is None)
-        refuse_unless(changes, "codec", self.codec, "none: only changes that an outer rule takes in are encoded")
+        refuse_unless(changes, "codec", self.codec, "none: only changes that an outer rule applies are encoded")
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """Shares must be given for every worker; a codec takes what single precision has at least."""
+        """Fixed weights must be given for every worker; a codec needs at least single precision."""
         halves = [p.dtype for p in model.parameters() if p.dtype in (torch.float16, torch.bfloat16)]
         refuse_unless(not halves or self.codec is None, "codec", self.codec, "none for weights in half precision")
-        if isinstance(self.weight, Fixed):
+        if isinstance(self.weight, FixedWeights):
             self.weight.check(workers)
 
     def remarks(self, steps: int) -> list[str]:
-        """What one should know about a run of that many steps."""
+        """Where the rounds of such a run differ from the knobs."""
         return self.rounds.remarks(steps)
 
     def setup(self, w: Worker) -> None:
-        """x, the worker's own weights; W, where rounds start; seconds of computing in this round."""
-        self.held = replica(w.flat, self.rule)
-        self.starts: list[Holding] = []
+        """x, the worker's own weights; W, the weights at the start of a round; seconds of computing in this round."""
+        self.slices = replica_slices(w.flat, self.rule)
+        self.starts: list[WeightSlice] = []
         if self.outer is not None:
-            self.starts = replica(w.flat, self.outer, [part.weights.clone() for part in w.flat.parts])
-        self.everyone = all_reducer("auto", w.transport, w.workers)
+            self.starts = replica_slices(w.flat, self.outer, [group.weights.clone() for group in w.flat.groups])
+        self.reducer = collective("auto", w.transport, w.workers)
         self.sum = None if self.codec is None else Gather(w, self.codec)
         self.rounds.begin(w.steps)
         self.computing = 0.0
 
     def step(self, w: Worker, batch: Batch) -> float:
-        """A step of one's own; at the end of a round all combine."""
+        """A local step; at the end of a round all workers average."""
         began = w.transport.now()
         loss = w.gradient(batch)
         if w.step < self.warmup:
-            self.step_together(w)
+            self._warmup_step(w)
             return loss
         if self.weight is not None:
             self.weight.see(w, loss, len(batch[0]) if batch else w.batch_size)
-        self.move(w)
+        self._move(w)
         self.computing += w.transport.now() - began
         if self.rounds.step():
-            self.combine(w)
+            self._combine(w)
         return loss
 
-    def move(self, w: Worker, over: int = 1) -> None:
+    def _move(self, w: Worker, over: int = 1) -> None:
         """x <- x + rule(g)."""
-        for part, held in zip(w.flat.parts, self.held, strict=True):
-            w.move(part.outgoing.nbytes)
-            at = At(held.weights, samples=w.samples, count=over)
-            held.update(part.grad, at, part.untouched(), over=over)
+        for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
+            w.charge_copy(group.outgoing.nbytes)
+            at = UpdateContext(weight_slice.weights, samples=w.samples, count=over)
+            weight_slice.update(group.grad, at, group.untouched(), over=over)
 
-    def step_together(self, w: Worker) -> None:
-        """Before the first round: a step with the mean gradient, to where the first round may start."""
-        for part in w.flat.parts:
-            self.everyone.all_reduce(part.outgoing)
-        self.move(w, over=len(w.workers))
-        for part, start in zip(w.flat.parts, self.starts, strict=False):
-            start.weights.copy_(part.weights)
+    def _warmup_step(self, w: Worker) -> None:
+        """A step with the mean gradient; the first round may start from its weights."""
+        for group in w.flat.groups:
+            self.reducer.all_reduce(group.outgoing)
+        self._move(w, over=len(w.workers))
+        for group, start in zip(w.flat.groups, self.starts, strict=False):
+            start.weights.copy_(group.weights)
 
     @torch.no_grad()
-    def combine(self, w: Worker) -> None:
-        """The end of a round: everyone goes on from the same weights."""
+    def _combine(self, w: Worker) -> None:
+        """The end of a round: all workers continue from the same weights."""
         began, steps = w.transport.now(), max(1.0, self.rounds.taken)
-        weights = [None] * len(w.flat.parts) if self.weight is None else self.weight.take(w)
-        for number, (part, weight) in enumerate(zip(w.flat.parts, weights, strict=True)):
-            w.move(2 * part.weights.nbytes)
+        weights = [None] * len(w.flat.groups) if self.weight is None else self.weight.take(w)
+        for number, (group, weight) in enumerate(zip(w.flat.groups, weights, strict=True)):
+            w.charge_copy(2 * group.weights.nbytes)
             if self.starts:
-                self.step_towards(w, number, part.weights, self.starts[number], weight)
+                self._step_towards(w, number, group.weights, self.starts[number], weight)
             else:
-                part.weights.copy_(average(self.everyone, len(w.workers), part.weights, weight))
-        self.tend_memory(w)
+                group.weights.copy_(average(self.reducer, len(w.workers), group.weights, weight))
+        self._update_memory(w)
         self.rounds.end()
-        self.rounds.measure(self.everyone, self.computing / steps, w.transport.now() - began)
+        self.rounds.measure(self.reducer, self.computing / steps, w.transport.now() - began)
         self.computing = 0.0
 
-    def step_towards(self, w: Worker, number: int, x: Tensor, start: Holding, weight: Tensor | None) -> None:
+    def _step_towards(self, w: Worker, number: int, x: Tensor, start: WeightSlice, weight: Tensor | None) -> None:
         """W <- W + outer(W - x); differences of half-precision numbers are averaged as single ones."""
-        workers, away = len(w.workers), start.weights - x
+        workers, change = len(w.workers), start.weights - x
         if self.sum is None:
-            away = average(self.everyone, workers, away, weight)
+            change = average(self.reducer, workers, change, weight)
         else:
-            self.sum.add_up(away, Span(number, 0, away.numel()))
-            away = away if away.is_meta else away.div_(workers)
-        start.update(away.to(x.dtype), At(start.weights, samples=w.samples, count=workers, workers=workers))
+            self.sum.all_reduce(change, Span(number, 0, change.numel()))
+            change = change if change.is_meta else change.div_(workers)
+        at = UpdateContext(start.weights, samples=w.samples, count=workers, workers=workers)
+        start.update(change.to(x.dtype), at)
         x.copy_(start.weights)
 
-    def tend_memory(self, w: Worker) -> None:
-        """What the local rule remembers is kept, averaged or forgotten."""
-        for held in self.held if self.memory != "keep" else []:
-            for state in held.states:
+    def _update_memory(self, w: Worker) -> None:
+        """Keep, average or reset the state of the local rule."""
+        for weight_slice in self.slices if self.memory != "keep" else []:
+            for state in weight_slice.states:
                 for name in state if self.memory == "average" else ():
-                    state[name].copy_(average(self.everyone, len(w.workers), state[name]))
+                    state[name].copy_(average(self.reducer, len(w.workers), state[name]))
             if self.memory == "reset":
-                held.forget()
+                weight_slice.forget()
 
     def finish(self, w: Worker) -> None:
-        """What is left of a round makes a shorter one."""
+        """Average after an incomplete round."""
         if self.rounds.taken and w.step > self.warmup:
-            self.combine(w)
+            self._combine(w)
 
     def answer(self, w: Worker) -> Weights | None:
-        """The average, or what the outer rule makes of where the next round would start."""
+        """The average of all x, or the outcome of the outer rule at W."""
         if self.starts or not self.rounds.taken:
-            return w.named(self.outcome(w)) if w.rank == w.lead else None
-        gathered = gather(w, (), [part.weights for part in w.flat.parts])
+            return w.named(self._outcome(w)) if w.rank == w.lead else None
+        gathered = gather(w, (), [group.weights for group in w.flat.groups])
         return None if gathered is None else w.named(mean(gathered))
 
-    def outcome(self, w: Worker) -> list[Tensor]:
-        """What is the same on all workers: the weights between two rounds."""
+    def _outcome(self, w: Worker) -> list[Tensor]:
+        """The weights between two rounds, which are equal on all workers."""
         if not self.starts:
-            return [part.weights for part in w.flat.parts]
+            return [group.weights for group in w.flat.groups]
         workers = len(w.workers)
         return [
-            one.rule.outcome(At(one.weights, one.states[0], workers=workers))
+            one.rule.outcome(UpdateContext(one.weights, one.states[0], workers=workers))
             if isinstance(one.rule, LooksAhead) and not one.weights.is_meta
             else one.weights
             for one in self.starts
@@ -193,31 +192,33 @@ class LocalSteps:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def state(self, w: Worker) -> Saved | None:
-        """Every worker's x and what its rule remembers; where rounds start, and how far this one is."""
-        places = w.flat.places
-        x = named(places, [part.weights for part in w.flat.parts])
-        sums = {} if self.weight is None else {str(n): x for n, x in enumerate(self.weight.sums)}
-        mine = under("x", x) | under("rule", join(pieces(self.held, places))) | under("weight", sums)
-        mine |= {} if self.sum is None else under("sum", self.sum.state())
-        saved = collect(w, mine, of_all=True)
-        if saved is None:
-            return None
-        starts = named(places, [start.weights for start in self.starts]) if self.starts else {}
-        outer = under("start", starts) | under("outer", join(pieces(self.starts, places)))
-        where = torch.tensor([self.rounds.taken, self.rounds.length], dtype=torch.float64)
-        return saved | outer | {"round": where}
-
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """Each its own; a new worker begins at the answer with a fresh rule."""
-        places = w.flat.places
-        self.rounds.taken, self.rounds.length = saved["round"].tolist()
-        place(places, [start.weights for start in self.starts], section(saved, "start"))
-        restore(self.starts, places, section(saved, "outer"))
+    def declared_state(self, w: Worker) -> StateParts:
+        """Every worker's x and the state of its rule; W and the outer rule's state; the position in the round."""
+        slots = w.flat.slots
+        parts: dict[str, StatePart] = {
+            "x": VectorState(slots, [group.weights for group in w.flat.groups]),
+            "rule": RuleState(slots, self.slices, "own"),
+            "start": VectorState(slots, [start.weights for start in self.starts], "shared"),
+            "outer": RuleState(slots, self.starts),
+            "round": CustomState("shared", self._position, self._set_position),
+        }
         if self.sum is not None:
-            self.sum.restore([section(one, "sum") for one in workers_in(saved)])
-        if mine := own(w, saved):
-            place(places, [part.weights for part in w.flat.parts], section(mine, "x"))
-            restore(self.held, places, section(mine, "rule"))
-            if self.weight is not None:
-                self.weight.sums = list(section(mine, "weight").values())
+            parts["sum"] = CustomState("all", self.sum.state, self.sum.restore)
+        if self.weight is not None:
+            parts["weight"] = CustomState("own", self._weight_sums, self._set_weight_sums)
+        return parts
+
+    def _position(self) -> Saved:
+        return {"": torch.tensor([self.rounds.taken, self.rounds.length], dtype=torch.float64)}
+
+    def _set_position(self, saved: Sequence[Saved]) -> None:
+        self.rounds.taken, self.rounds.length = saved[0][""].tolist()
+
+    def _weight_sums(self) -> Saved:
+        assert self.weight is not None
+        return {str(number): x for number, x in enumerate(self.weight.sums)}
+
+    def _set_weight_sums(self, saved: Sequence[Saved]) -> None:
+        assert self.weight is not None
+        for sums in saved:
+            self.weight.sums = list(sums.values())

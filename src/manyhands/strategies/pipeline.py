@@ -1,31 +1,32 @@
-"""Pipeline: the model is cut into stages, one per worker; micro-batches stream through them.
+"""Pipeline: the model is divided into stages, one per worker; micro-batches pass through them.
 
 split  layers      when  by the schedule        who  the neighbouring stages
-what   activations down, errors up              how   any Rule, on the stage's own weights
+what   activations forward, errors backward     how   any Rule, on the stage's own weights
 
-    F(m)  receive the activation of m (stage 0: the data), compute, send on (last stage: the loss)
-    B(m)  receive the error of m (last stage: from the loss), back-propagate, send down
+    F(m)  receive the activation of m (stage 0: the data), compute, send it to the next stage (last stage: the loss)
+    B(m)  receive the error of m (last stage: from the loss), back-propagate, send it to the previous stage
     then  flushing: update once per mini-batch with the mean over its M micro-batches
           streaming: update after every B(m); mini-batches of successive steps are in flight together
 
-A schedule says in which order, `splits/versions` says which weights B(m) sees; this plays any of them.
+The schedule determines the order of these actions, `splits/versions` the weights that B(m) uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.core.declared_state import RuleState, StateParts
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather, need_all
-from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Message, Rule, Saved, Tag, Weights, recv
-from manyhands.core.saving import join, pieces, restore, section, under
+from manyhands.core.port import Message, Tag, recv
+from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.stage import Stage
+from manyhands.core.strategy import Batch, Strategy, Traits, Weights
+from manyhands.core.weight_slice import replica_slices
 from manyhands.core.worker import Worker
 from manyhands.splits.layers import stages
 from manyhands.splits.schedules import in_flight
@@ -36,22 +37,24 @@ ACTIVATION, ERROR = Tag("activation"), Tag("error")
 
 
 @dataclass
-class Pipeline:
-    """Layers as stages.
+class Pipeline(Strategy):
+    """Training with the layers divided into stages.
 
     Args:
         rule: how a stage applies its gradient.
-        schedule: gives the rows of actions for K stages and M micro-batches.
-        versions: which weights the backward pass sees.
-        micro_batches: M, into how many a mini-batch is cut; None: stream whole mini-batches.
+        schedule: makes the rows of actions for K stages and M micro-batches.
+        versions: which weights the backward pass uses.
+        micro_batches: M, the number that a mini-batch is divided into; None: stream whole mini-batches.
     """
 
     rule: Rule
     schedule: Callable[[int, int], Rows]
     versions: type[Latest] | type[Stash]
     micro_batches: int | None
-    lockstep: ClassVar[bool] = True
-    one_host: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lockstep=True, on_worker_loss="ends", streams=self.micro_batches is None)
 
     def __post_init__(self) -> None:
         chunks = 1 if self.micro_batches is None else self.micro_batches
@@ -62,115 +65,118 @@ class Pipeline:
         return 1
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """The model must be cuttable, and so must the mini-batch."""
+        """The model must have a layer for each stage, and the mini-batch must be divisible."""
         stages(model, workers)
         chunks = self.micro_batches or 1
         refuse_unless(batch_size % chunks == 0, "batch_size", batch_size, f"divisible by micro_batches = {chunks}")
 
     def setup(self, w: Worker) -> None:
-        """This rank's stage and its neighbours; its row of the schedule; what is in flight."""
+        """This rank's stage and its index; its row of the schedule; what is in flight, by micro-batch."""
         if w.task.loss is None or w.task.sizes_only:
             raise Refused("a pipeline needs a task with a loss function and real data")
-        self.place, self.last = w.workers.index(w.rank), len(w.workers) - 1
-        w.trains = stages(w.model, len(w.workers))[self.place]
-        self.stage = Stage(w, w.trains)
-        self.held = replica(w.flat, self.rule)
+        self.stage_index, self.last = w.workers.index(w.rank), len(w.workers) - 1
+        module = stages(w.model, len(w.workers))[self.stage_index]
+        w.lay_out(module)
+        self.stage = Stage(w, module)
+        self.slices = replica_slices(w.flat, self.rule)
         self.stash = self.versions()
         depth = max(in_flight(row) for row in self.schedule(len(w.workers), self.micro_batches or len(w.workers)))
         self.activation, self.error = ACTIVATION._replace(credit=depth + 1), ERROR._replace(credit=depth + 1)
-        self.fill(w)
+        self._load_row(w)
         self.data: dict[int, Batch] = {}
         self.borrowed: dict[int, Message] = {}
         self.losses: dict[int, Tensor] = {}
         self.loss: float | None = None
         w.flat.open()
 
-    def fill(self, w: Worker) -> None:
-        """The stage's row of the schedule; streaming: for all mini-batches that are still to come."""
+    def _load_row(self, w: Worker) -> None:
+        """Make the stage's row of the schedule; streaming: for all mini-batches that are left."""
         first, count = (w.step, w.steps - w.step) if self.micro_batches is None else (0, self.micro_batches)
-        self.row = [(op, first + m) for op, m in self.schedule(len(w.workers), count)[self.place]]
+        self.row = [(op, first + m) for op, m in self.schedule(len(w.workers), count)[self.stage_index]]
         self.next_action = 0
 
     def step(self, w: Worker, batch: Batch) -> float | None:
-        """Let one mini-batch in; play what the schedule has up to the next one."""
+        """Take in one mini-batch; run the actions of the schedule up to the forward pass of the next one."""
         if self.micro_batches is None:
             self.data[w.step] = batch
-            self.play(w, until=w.step + 1)
+            self._run_actions(w, until=w.step + 1)
         else:
             chunks = [field.chunk(self.micro_batches) for field in batch]
             self.data = {m: tuple(fields) for m, fields in enumerate(zip(*chunks, strict=True))}
             self.next_action = 0
-            self.play(w)
-            self.update(w, self.micro_batches)
+            self._run_actions(w)
+            self._update(w, self.micro_batches)
         return self.loss
 
-    def play(self, w: Worker, until: int | None = None) -> None:
-        """Carry out actions, as far as the forward pass of micro-batch `until`."""
+    def _run_actions(self, w: Worker, until: int | None = None) -> None:
+        """Run actions up to the forward pass of micro-batch `until`, or all."""
         while self.next_action < len(self.row) and self.row[self.next_action] != ("F", until):
-            self.act(w, self.row[self.next_action])
+            self._act(w, self.row[self.next_action])
             self.next_action += 1
 
-    def act(self, w: Worker, action: Action) -> None:
-        """One pass of one micro-batch."""
+    def _act(self, w: Worker, action: Action) -> None:
+        """One pass of one micro-batch; streaming: with the update that follows a backward pass."""
         op, m = action
         if op == "F":
-            self.forward(w, m)
+            self._forward(w, m)
             return
-        self.backward(w, m)
+        self._backward(w, m)
         w.lag = self.stash.done(m)
         if self.micro_batches is None:
-            self.update(w, 1)
+            self._update(w, 1)
 
-    def forward(self, w: Worker, m: int) -> None:
-        """F(m): data or activation in, activation or loss out."""
+    def _forward(self, w: Worker, m: int) -> None:
+        """F(m): from the data or an activation to an activation or the loss."""
         fields = self.data.pop(m)
         x = fields[0]
-        if self.place:
-            self.borrowed[m] = recv(w.transport, self.activation.of(m), frm=w.workers[self.place - 1])
+        if self.stage_index:
+            self.borrowed[m] = recv(w.transport, self.activation.of(m), frm=w.workers[self.stage_index - 1])
             x = self.borrowed[m].tensors[0]
         weights = self.stash.forward(m, self.stage.live)
         loss = w.task.loss
-        if self.place < self.last:
+        if self.stage_index < self.last:
             out = self.stage.forward(m, x, weights)
-            w.transport.send(w.workers[self.place + 1], self.activation.of(m), (), [out])
+            w.transport.send(w.workers[self.stage_index + 1], self.activation.of(m), (), [out])
         else:
             assert loss is not None
             self.losses[m] = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]))
             w.checked(self.losses[m])
 
-    def backward(self, w: Worker, m: int) -> None:
-        """B(m): error in, error for the stage below out; the activation goes back to its sender."""
-        if self.place == self.last:
+    def _backward(self, w: Worker, m: int) -> None:
+        """B(m): from the error of the next stage to that of the previous one; releases the activation of m."""
+        if self.stage_index == self.last:
             error = self.stage.backward(m, torch.ones_like(self.losses[m]) / (self.micro_batches or 1))
         else:
-            message = recv(w.transport, self.error.of(m), frm=w.workers[self.place + 1])
+            message = recv(w.transport, self.error.of(m), frm=w.workers[self.stage_index + 1])
             error = self.stage.backward(m, message.tensors[0])
             message.release()
-        if self.place:
+        if self.stage_index:
             assert error is not None
             self.borrowed.pop(m).release()
-            w.transport.send(w.workers[self.place - 1], self.error.of(m), (), [error])
+            w.transport.send(w.workers[self.stage_index - 1], self.error.of(m), (), [error])
 
-    def update(self, w: Worker, micro_batches: int) -> None:
-        """Apply the gradient of the backward passes since the last update."""
+    def _update(self, w: Worker, micro_batches: int) -> None:
+        """Apply the gradient accumulated in the backward passes since the last update."""
         w.flat.close()
-        for part, held in zip(w.flat.parts, self.held, strict=True):
-            w.move(2 * part.weights.nbytes)
-            held.update(part.grad, At(held.weights, samples=w.step * w.batch_size), part.untouched())
+        for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
+            w.charge_copy(2 * group.weights.nbytes)
+            weight_slice.update(
+                group.grad, UpdateContext(weight_slice.weights, samples=w.step * w.batch_size), group.untouched()
+            )
         self.stash.updated()
         w.flat.open()
-        if self.place == self.last:
-            done = [self.losses.pop(m) for m in sorted(self.losses)[:micro_batches]]
-            self.loss = float(torch.stack(done).mean())
+        if self.stage_index == self.last:
+            losses = [self.losses.pop(m) for m in sorted(self.losses)[:micro_batches]]
+            self.loss = float(torch.stack(losses).mean())
 
     def finish(self, w: Worker) -> None:
-        """Drain: fewer mini-batches may have come than were announced."""
-        self.rest(w)
+        """Drain: the run may end before all announced mini-batches."""
+        self.quiesce(w)
 
     def answer(self, w: Worker) -> Weights | None:
-        """All stages' weights."""
-        names = tuple(place.name for place in w.flat.places)
-        gathered = gather(w, names, [w.flat.weights(place.span) for place in w.flat.places])
+        """The weights of all stages, gathered by name."""
+        names = tuple(slot.name for slot in w.flat.slots)
+        gathered = gather(w, names, [w.flat.weights(slot.span) for slot in w.flat.slots])
         if gathered is None:
             return None
         need_all(w, gathered)
@@ -182,26 +188,17 @@ class Pipeline:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def rest(self, w: Worker) -> None:
-        """Drain: the backward passes of the mini-batches that were let in. What flushes has never any left."""
-        left = self.row[self.next_action :] if self.micro_batches is None else []
-        for action in [(op, m) for op, m in left if m < w.step]:
-            self.act(w, action)
+    def quiesce(self, w: Worker) -> None:
+        """Drain: run the backward passes of the mini-batches taken in. A pipeline that flushes has none left."""
+        remaining = self.row[self.next_action :] if self.micro_batches is None else []
+        for action in [(op, m) for op, m in remaining if m < w.step]:
+            self._act(w, action)
 
-    def go_on(self, w: Worker) -> None:
-        """Fill the pipeline again; what flushes does so with every mini-batch."""
+    def resume(self, w: Worker) -> None:
+        """Fill the pipeline again; one that flushes does so with every mini-batch."""
         if self.micro_batches is None:
-            self.fill(w)
+            self._load_row(w)
 
-    def state(self, w: Worker) -> Saved | None:
-        """What the rules of all stages remember, by parameter."""
-        mine = join(pieces(self.held, w.flat.places))
-        gathered = gather(w, tuple(mine), tuple(mine.values()))
-        if gathered is None:
-            return None
-        need_all(w, gathered)
-        return under("rule", {n: x for names, xs in gathered.values() for n, x in zip(names, xs, strict=True)})
-
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """Of all stages' state what this stage needs, wherever the cuts were."""
-        restore(self.held, w.flat.places, section(saved, "rule"))
+    def declared_state(self, w: Worker) -> StateParts:
+        """The state of the rule, divided over the stages; a resumed run may be divided into other stages."""
+        return {"rule": RuleState(w.flat.slots, self.slices, "divided")}

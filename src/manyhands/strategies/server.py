@@ -3,56 +3,62 @@
 split  data        when  any Consistency        who  parameter-server shards
 what   any Codec   how   any Rule, at the shard
 
-    worker                                    shard (topology/servers/shard.py)
+    worker                                    shard (servers/shard.py)
     if step % fetch_every == 0: pull -> p     admit? send w : park
     g = gradient(p, batch)
     accrued += g;  p <- p - local_lr g        (local steps only between fetches)
     if it is time: push accrued, accrued = 0  ready? w <- w + rule(g), version += 1
                    (or their mean)
 
-With fetch_every = push_every = 1, which is the usual case, this is pull, gradient, push. `prefetch`
-pulls right after the push instead, so that the next step computes on weights read before it began.
-`phase` says when a push of several steps falls: "start" pushes at steps 0, n, 2n, ... as in Downpour's
-appendix (the first push carries one gradient), "end" after every n-th step. Whatever is left at the end
-of the run is pushed then.
+With fetch_every = push_every = 1, which is the usual case, this is pull, gradient, push. With `prefetch` a worker pulls
+right after its push instead, so that the next step computes on weights that were read before it began. `phase` is when
+a period of several steps pushes: "start" at steps 0, n, 2n, ... as in Downpour's appendix (the first push contains one
+gradient), "end" after every n-th step. Gradients that remain at the end of the run are pushed then.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.codecs import Raw
+from manyhands.core.barrier import barrier
+from manyhands.core.codec import Codec
+from manyhands.core.consistency import WAITING, Consistency, Picks
+from manyhands.core.encoder import Encoder, check_alone
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather
-from manyhands.core.holding import corrects
-from manyhands.core.meeting import meet
-from manyhands.core.protocols import WAITING, Batch, Codec, Consistency, Picks, Rule, Saved, Weights
-from manyhands.core.saving import add, collect, inherited, join, named, section, under
-from manyhands.core.sending import Sender, check_alone
+from manyhands.core.rule import Rule, corrects
+from manyhands.core.state import add, collect, inherited, join, named, section, under
+from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.worker import Worker
+from manyhands.servers import (
+    AggregationTree,
+    ServerSetup,
+    ShardClient,
+    Sharding,
+    check_servers,
+    connect,
+    read_outcome,
+    serve,
+    waves,
+)
+from manyhands.servers.pending_gradients import Payload
 from manyhands.strategies.warm_start import WarmStart
-from manyhands.topology.servers import Lane, Sharding, Tree, check_servers, connect, read_outcome, serve, waves
-from manyhands.topology.servers.inbox import Payload
-
-
-def among(when: Consistency, workers: int) -> Consistency:
-    """What it means with that many workers."""
-    return when.among(workers) if isinstance(when, Picks) else when
 
 
 @dataclass
-class Server:
+class Server(Strategy):
     """Any method with a parameter server.
 
     Args:
         when: when workers agree.
         rule: how a shard applies a gradient.
-        codec: what a push looks like on the wire.
+        codec: what a push is encoded with.
         shard: how the weights are cut over the shards.
         fetch_every: n_fetch, steps between pulls.
         push_every: n_push, steps between pushes.
@@ -62,8 +68,8 @@ class Server:
         push_mean: push the mean of the accrued gradients instead of their sum.
         draws_from_all: whether every worker may see any sample, instead of having a share of its own.
         warm_start: steps that the first worker takes alone before the others begin.
-        groups: how many groups of neighbours come to the shards as one each, by way of a relay; 0: no groups.
-        copies: how many servers keep each shard.
+        groups: how many groups of neighbouring workers push one sum each, through an aggregator; 0: no groups.
+        copies: how many servers hold each shard.
     """
 
     when: Consistency
@@ -80,7 +86,6 @@ class Server:
     warm_start: int = 0
     groups: int = 0
     copies: Literal[1, 2] = 1
-    one_host: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_alone(self.codec)
@@ -103,209 +108,218 @@ class Server:
         if self.when.merges and "seen" in self.rule.needs:
             alone = corrects(self.rule)
             if not alone or self.when.admit(WAITING):
-                why = "lets its worker read on before that" if alone else "makes one gradient of several"
+                why = "lets its worker continue before that" if alone else "makes one gradient of several"
                 raise Refused(
                     f"{self.rule} needs the weights that each gradient was computed at when it is applied, "
                     f"but {self.when} {why}"
                 )
-        self.lockstep = not self.when.tolerates_loss
-
-    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """There must be something to keep for every server, another server for a copy, and workers enough."""
-        check_servers(servers, model)
-        apart = self.copies == 1 or servers >= 2
-        refuse_unless(apart, "replicas", self.copies, f"1 with {servers} servers: two keep a shard only if there are 2")
-        refuse_unless(self.groups <= workers, "groups", self.groups, f"<= {workers}, the number of workers")
-        among(self.when, self.groups or workers)
 
     @property
-    def tree(self) -> Tree | None:
-        """How workers come to the shards, if not each by itself."""
-        return Tree(self.groups, Raw()) if self.groups else None
+    def traits(self) -> Traits:
+        """Aggregators and replicated shards take no joiners and are not read between steps."""
+        direct = not self.groups and self.copies == 1
+        return Traits(
+            lockstep=not self.when.tolerates_loss,
+            on_worker_loss="continues" if self.when.tolerates_loss else "ends",
+            servers=True,
+            joiners=self.when.tolerates_loss and direct,
+            bounded=self.when.bounds_clocks or not self.when.tolerates_loss,
+            draws_from_all=self.draws_from_all,
+            peekable=direct,
+        )
+
+    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
+        """Every server needs some parameters, a copy needs another server, and a group needs a worker."""
+        check_servers(servers, model)
+        apart = self.copies == 1 or servers >= 2
+        refuse_unless(apart, "replicas", self.copies, f"1 with {servers} servers: two copies need two servers")
+        refuse_unless(self.groups <= workers, "groups", self.groups, f"<= {workers}, the number of workers")
+        self._server_setup(workers)
+
+    def _server_setup(self, workers: int) -> ServerSetup:
+        """What these knobs ask of the servers with that many workers."""
+        tree = AggregationTree(self.groups, Raw()) if self.groups else None
+        when = self.when.among(self.groups or workers) if isinstance(self.when, Picks) else self.when
+        return ServerSetup(self.shard, when, self.rule, self.codec, tree, self.copies)
 
     def setup(self, w: Worker) -> None:
-        """Lanes to the shards; codec memory in parameter coordinates; what is not yet pushed, of how many steps."""
-        self.when = among(self.when, self.groups or len(w.workers))
-        self.lanes: list[Lane] = connect(w, self.shard, self.when, self.rule, self.codec, self.tree, self.copies)
-        self.waves = waves(self.lanes, self.when)
+        """Clients of the shards; codec memory in parameter coordinates; what was accrued since the last push."""
+        setup = self._server_setup(len(w.workers))
+        self.when = setup.when
+        self.clients = connect(w, setup)
+        self.waves = waves(self.clients, self.when)
+        self.views = {client: [w.flat.weights(span) for span in client.spans] for client in self.clients}
+        """This worker's weights, as each shard cuts them."""
+        self.read: set[ShardClient] = set()
+        """The shards whose newest weights the last push has read into `views`."""
+        self.unconfirmed: list[tuple[ShardClient, Payload]] = []
+        """Pushes since the last pull that the codec could take back: the next pull says whether they were refused."""
         self.warming = WarmStart(w, self.warm_start)
-        self.sender = Sender(w, self.codec)
-        self.pushed: list[tuple[Lane, Payload]] = []
+        self.encoder = Encoder(w, self.codec)
+        self.remembers = self.encoder.remembers
         self.accrued: list[Tensor] | None = None
         self.accruals = 0
         self.untouched: frozenset[int] = frozenset()
         self.simple = self.fetch_every == self.push_every == 1
         if self.prefetch and w.rank in w.workers:
-            self.pull(w)
+            self._pull(w)
 
-    @property
-    def welcomes(self) -> bool:
-        """Groups are made when a run begins; of a shard with two keepers both would have to be told."""
-        return not self.lockstep and not self.groups and self.copies == 1
-
-    def arrive(self, w: Worker) -> None:
-        """Come to every shard at its slowest clock, read, and wait for nobody."""
+    def join_running(self, w: Worker) -> None:
+        """Join every shard at its slowest clock, and read; this waits for no other worker."""
         self.warming.is_over = True
-        for lane in self.lanes:
-            lane.join()
-        self.pull(w)
+        for client in self.clients:
+            client.join()
+        self._pull(w)
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Pull, compute, push."""
         if not self.warming.is_over:
-            self.warming.wait(w, self.lanes)
+            self.warming.wait(w, self.clients)
         if not self.prefetch and w.step % self.fetch_every == 0:
-            self.pull(w)
+            self._pull(w)
         loss = w.gradient(batch)
         if not self.simple:
-            self.accrue(w)
-        if self.pushes_at(w.step):
-            self.push(w)
+            self._accrue(w)
+        if (w.step + (self.phase == "end")) % self.push_every == 0:
+            self._push(w)
         if self.prefetch and (w.step + 1) % self.fetch_every == 0:
-            self.pull(w)
+            self._pull(w)
         return loss
 
-    def pull(self, w: Worker) -> None:
-        """Read all shards; each may keep us waiting until it admits us."""
+    def _pull(self, w: Worker) -> None:
+        """Read all shards; each may keep this worker waiting until it is admitted."""
+        refused = set()
         for wave in self.waves:
-            for lane in wave:
-                lane.ask()
-            for lane in wave:
-                lane.pull([w.flat.weights(span) for span in lane.spans])
-        w.lag = max(lane.lag for lane in self.lanes)
-        self.take_back()
-
-    def pushes_at(self, step: int) -> bool:
-        """Whether this step ends with a push."""
-        return (step + (self.phase == "end")) % self.push_every == 0
+            for client in wave:
+                client.ask()
+            for client in wave:
+                if client.pull(self.views[client], client in self.read):
+                    refused.add(client)
+        self.read.clear()
+        w.lag = max([client.lag for client in self.clients])
+        if self.unconfirmed:
+            for client, payload in self.unconfirmed:
+                if client in refused:
+                    self._take_back(client, payload)
+            self.unconfirmed = []
 
     @torch.no_grad()
-    def accrue(self, w: Worker) -> None:
-        """Add up gradients in a buffer of our own, since a pushed one is lent; step locally meanwhile."""
-        totals = self.so_far(w)
+    def _accrue(self, w: Worker) -> None:
+        """Sum gradients in a buffer of their own, because a pushed one is lent, and take a local step."""
+        totals = self._so_far(w)
         self.accruals += 1
         self.untouched &= w.flat.untouched()
-        for total, part in zip(totals, w.flat.parts, strict=True):
-            total.add_(part.grad)
-            part.weights.add_(part.grad, alpha=-self.local_lr)
+        for total, group in zip(totals, w.flat.groups, strict=True):
+            total.add_(group.grad)
+            group.weights.add_(group.grad, alpha=-self.local_lr)
 
-    def so_far(self, w: Worker) -> list[Tensor]:
-        """What has accrued since the last push: nothing at first, and nothing is touched."""
+    def _so_far(self, w: Worker) -> list[Tensor]:
+        """What has accrued since the last push: zeros at first, with every parameter untouched."""
         if self.accrued is None:
-            self.accrued = [torch.zeros_like(part.grad) for part in w.flat.parts]
-            self.untouched = frozenset(place.mark for place in w.flat.places)
+            self.accrued = [torch.zeros_like(group.grad) for group in w.flat.groups]
+            self.untouched = frozenset(slot.param_id for slot in w.flat.slots)
         return self.accrued
 
-    def push(self, w: Worker) -> None:
-        """Encode and hand over the gradient of every shard's spans."""
-        grads = self.accrued or [part.grad for part in w.flat.parts]
-        untouched = self.unmoved(w, w.flat.untouched() if self.accrued is None else self.untouched)
+    def _push(self, w: Worker) -> None:
+        """Encode and push the gradient of every shard's spans."""
+        grads = self.accrued or [group.grad for group in w.flat.groups]
+        untouched = w.flat.untouched() if self.accrued is None else self.untouched
+        param_ids = self._without_residual(w, untouched) if untouched else ()
         steps, self.accrued, self.accruals = max(1, self.accruals), None, 0
         if self.push_mean and steps > 1:
             grads = [g.div_(steps) for g in grads]
-        for lane in self.lanes:
-            into = [w.flat.weights(span) for span in lane.spans] if self.simple else ()
-            payload = [self.sender.encode(grads[span.part], span) for span in lane.spans]
-            lane.push(payload, untouched, into, steps)
-            if self.sender.remembers:
-                self.pushed.append((lane, payload))
+        for client in self.clients:
+            payload = [self.encoder.encode(grads[span.group], span) for span in client.spans]
+            pushed = client.push_pull(payload, param_ids, self.views[client] if self.simple else (), steps)
+            if pushed.read:
+                self.read.add(client)
+            if pushed.refused:
+                self._take_back(client, payload)
+            elif self.remembers:
+                self.unconfirmed.append((client, payload))
 
-    def unmoved(self, w: Worker, untouched: frozenset[int]) -> list[int]:
-        """The parameters that a push says nothing about: untouched ones, unless the codec still has some of them."""
-        spans = {place.mark: place.span for place in w.flat.places if place.mark in untouched}
-        return [mark for mark, span in spans.items() if not self.sender.has_left(span)]
+    def _without_residual(self, w: Worker, untouched: frozenset[int]) -> list[int]:
+        """Of these untouched parameters, those of which the codec's memory holds nothing that is still to be sent."""
+        spans = {slot.param_id: slot.span for slot in w.flat.slots if slot.param_id in untouched}
+        return [param_id for param_id, span in spans.items() if not self.encoder.has_left(span)]
 
-    def take_back(self) -> None:
-        """What was not accepted goes into the codec's memory, to be sent with the next gradient."""
-        for lane, payload in self.pushed:
-            for span, tensors in zip(lane.spans, payload, strict=True) if lane.refused else ():
-                self.sender.take_back(span, tensors)
-        self.pushed = []
+    def _take_back(self, client: ShardClient, payload: Payload) -> None:
+        """Return a refused gradient to the codec's memory, so that it is sent with the next one."""
+        for span, tensors in zip(client.spans, payload, strict=True):
+            self.encoder.take_back(span, tensors)
 
     def finish(self, w: Worker) -> None:
-        """Push what is left, say good-bye to every shard."""
-        self.warming.let_go(w, for_good=True)
+        """Push what has accrued, and leave every shard."""
+        self.warming.release(w, for_good=True)
         if self.accrued is not None:
-            self.push(w)
-        for lane in self.lanes:
-            lane.done()
+            self._push(w)
+        for client in self.clients:
+            client.done()
 
     def serve(self, w: Worker) -> None:
-        """Keep a shard."""
-        serve(
-            w,
-            self.shard,
-            among(self.when, self.groups or len(w.workers)),
-            self.rule,
-            self.codec,
-            self.tree,
-            self.copies,
-        )
+        """Hold a shard."""
+        serve(w, self._server_setup(len(w.workers)))
 
     def answer(self, w: Worker) -> Weights | None:
-        """What the shards hold when everyone is done."""
-        if gather(w) is None or not read_outcome(w, self.lanes):
+        """The weights of the shards when every worker has finished or quiesced."""
+        if gather(w) is None or not read_outcome(w, self.clients):
             return None
+        self.read.clear()
         return w.named()
 
-    @property
-    def looks(self) -> bool:
-        """By way of relays, or at the second keeper of a shard, nobody looks."""
-        return not self.groups and self.copies == 1
-
-    def look(self, w: Worker) -> Weights:
-        """What the shards hold now; nobody's clock is touched."""
-        found = [torch.empty_like(part.weights) for part in w.flat.parts]
-        for lane in self.lanes:
-            lane.look([found[part][start:stop] for part, start, stop in lane.spans])
+    def peek(self, w: Worker) -> Weights:
+        """The current weights of the shards; no clock advances."""
+        found = [torch.empty_like(group.weights) for group in w.flat.groups]
+        for client in self.clients:
+            client.peek([found[group][start:stop] for group, start, stop in client.spans])
         return w.named(found)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def rest(self, w: Worker) -> None:
-        """Let the shards know, so that nobody waits for us; what is accrued stays with us."""
-        self.warming.let_go(w, for_good=False)
-        for lane in self.lanes:
-            lane.rest()
+    def quiesce(self, w: Worker) -> None:
+        """Leave the shards for now, so that no worker waits for this one; accrued gradients remain here."""
+        self.warming.release(w, for_good=False)
+        for client in self.clients:
+            client.quiesce()
 
-    def go_on(self, w: Worker) -> None:
-        """Come back to all shards, all at the same clock, then read as a resumed run does."""
-        for lane in self.lanes:
-            lane.join()
-        self.begin_again(w)
+    def resume(self, w: Worker) -> None:
+        """Join all shards again, all workers at the same clock, then read as a resumed run does."""
+        for client in self.clients:
+            client.join()
+        self._begin_again(w)
 
-    def begin_again(self, w: Worker) -> None:
-        """Nobody pushes before all are there; local steps since the last fetch are given up."""
-        meet(w)
+    def _begin_again(self, w: Worker) -> None:
+        """No worker pushes before all have joined; local steps since the last fetch are discarded."""
+        barrier(w)
         if self.prefetch or w.step % self.fetch_every:
-            self.pull(w)
+            self._pull(w)
 
     def state(self, w: Worker) -> Saved | None:
-        """Every worker's codec memory and what it has not pushed; what the shards remember."""
-        mine = under("memory", self.sender.state())
+        """Every worker's codec memory and accrued gradients; the state of the shards."""
+        mine = under("memory", self.encoder.state())
         if self.accrued is not None:
-            touched = [place for place in w.flat.places if place.mark not in self.untouched]
+            touched = [slot for slot in w.flat.slots if slot.param_id not in self.untouched]
             mine |= under("accrued", named(touched, self.accrued)) | {"accruals": torch.tensor(self.accruals)}
         saved = collect(w, mine)
         if saved is None:
             return None
-        return saved | under("rule", join(piece for lane in self.lanes for piece in lane.state()))
+        return saved | under("rule", join(one for client in self.clients for one in client.state()))
 
     def restore(self, w: Worker, saved: Saved) -> None:
-        """The lead tells the shards; memory and gradients of workers that are gone go to those that are left."""
+        """The lead restores the shards; the remaining workers share memory and gradients of those that are gone."""
         if w.rank == w.lead:
-            for lane in self.lanes:
-                lane.restore(section(saved, "rule"))
+            for client in self.clients:
+                client.restore(section(saved, "rule"))
         for old in inherited(w, saved):
-            self.inherit(w, old)
-        self.begin_again(w)
+            self._inherit(w, old)
+        self._begin_again(w)
 
-    def inherit(self, w: Worker, old: Saved) -> None:
-        """Take over what a worker had not got rid of."""
+    def _inherit(self, w: Worker, old: Saved) -> None:
+        """Add the codec memory and the accrued gradients of a worker of the saved run."""
         accrued = section(old, "accrued")
-        self.sender.inherit(section(old, "memory"))
+        self.encoder.inherit(section(old, "memory"))
         if accrued:
             self.simple = False
-            add(w.flat.places, self.so_far(w), accrued)
+            add(w.flat.slots, self._so_far(w), accrued)
             self.accruals += int(old["accruals"])
-            self.untouched -= {place.mark for place in w.flat.places if place.name in accrued}
+            self.untouched -= {slot.param_id for slot in w.flat.slots if slot.name in accrued}

@@ -1,193 +1,191 @@
-"""Svrg: lock-free steps whose noise is taken out by a full gradient, computed anew in every epoch.
+"""Svrg: lock-free steps whose variance is reduced by a full gradient, computed anew in every epoch.
 
-split  data        when  twice per epoch, in between never       who  everyone, through one memory
+split  data        when  two barriers per epoch, free in between       who  all workers, through shared memory
 what   nothing is sent                          how   any Rule, straight into the shared weights
 
-    an epoch     u0 <- u                                                  all meet first: nobody writes any more
+    an epoch     u0 <- u                                                  after a barrier: all writes to u are done
     full steps   sum_k <- sum_k + b grad f_B(u0)                          each worker over its own samples
-                 mu = (1/n) sum_k sum_k                                   all meet first: mu is complete
+                 mu = (1/n) sum_k sum_k                                   after a barrier: all sums are complete
     inner steps  v = grad f_B(u^) - grad f_B(u0) + mu;  u <- u - eta v    u^ read, u written without a lock
 
-A step is one mini-batch: the first ones of an epoch make mu, and each of the others is computed on twice, at u0 and
-then, as late as possible, at u^. With a pass for mu and two for the others an epoch consumes 3 n samples, as in the
-paper.
+A step is one mini-batch. The first ones of an epoch make mu; for each of the others the gradient is computed twice, at
+u0 and then, as late as possible, at u^. With a pass for mu and two for the others an epoch consumes 3 n samples, as in
+the paper.
 
-Workers take equally many steps (M per thread in the paper): whoever met the others at a barrier of its own choosing
-would wait for those who had no samples left. mu is the mean over the mini-batches of that many steps. If they divide a
-worker's samples, that is the full gradient; else some of its samples count twice, or wait for the next epoch.
+Workers take equally many steps (M per thread in the paper); otherwise a worker could wait at the barrier for one that
+has no samples left. mu is the mean over the mini-batches of that many steps. If a worker's samples are a multiple of
+them, it is the full gradient; else some samples count twice, or are left for the next epoch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from manyhands.collectives import collective
+from manyhands.collectives.shared_weights import read, shared_weights
+from manyhands.core.declared_state import CustomState, RuleState, StateParts, VectorState
 from manyhands.core.errors import refuse_unless
 from manyhands.core.gather import gather
-from manyhands.core.holding import replica
-from manyhands.core.protocols import At, Batch, Rule, Saved, Weights
-from manyhands.core.saving import collect, join, named, own, pieces, place, restore, section, under
+from manyhands.core.rule import Rule, UpdateContext
+from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
+from manyhands.core.weight_slice import replica_slices
 from manyhands.core.worker import Worker
-from manyhands.topology.collectives.group import Group
-from manyhands.topology.common import common_weights, read
 
 UNCOUNTED = 4
-"""Full steps of an epoch if nobody knows how many samples there are."""
+"""Full steps of an epoch if the number of samples is unknown."""
 
 
 @dataclass
-class Svrg:
+class Svrg(Strategy):
     """Asynchronous variance reduction on one host.
 
     Args:
         rule: how v is applied.
-        full_steps: mini-batches per worker that mu is the mean of; None: as many as hold all samples.
-        inner_steps: M, mini-batches per worker that follow; None: twice as many.
+        full_steps: mini-batches per worker in mu; None: one pass over all samples.
+        inner_steps: M, mini-batches per worker after that; None: twice as many.
     """
 
     rule: Rule
     full_steps: int | None = None
     inner_steps: int | None = None
-    lockstep: ClassVar[bool] = True
-    one_host: ClassVar[bool] = True
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(lockstep=True, on_worker_loss="ends", one_host=True)
 
     def __post_init__(self) -> None:
         refuse_unless(self.full_steps is None or self.full_steps >= 1, "full_steps", self.full_steps, ">= 1")
         refuse_unless(self.inner_steps is None or self.inner_steps >= 1, "inner_steps", self.inner_steps, ">= 1")
 
     def setup(self, w: Worker) -> None:
-        """u, shared; u^, the model's own; u0 and mu; everyone's sums towards mu, shared; where the epoch began."""
-        self.u = common_weights(w)
-        self.held = replica(w.flat, self.rule, self.u)
-        self.read = [part.weights for part in w.flat.parts]
+        """u, shared; u^, the model's own; u0 and mu; every worker's sum for mu, shared; the first step of the epoch."""
+        self.u = shared_weights(w)
+        self.slices = replica_slices(w.flat, self.rule, self.u)
+        self.read = [group.weights for group in w.flat.groups]
         self.origin, self.mu, self.at_origin = ([torch.zeros_like(x) for x in self.read] for _ in range(3))
         self.sums = [_sums(w, rank) for rank in w.workers]
         self.counts = [_memory(w, f"count{rank}", 1, torch.int64) for rank in w.workers]
         self.me = w.workers.index(w.rank)
-        self.group = Group(w.transport, w.workers, "svrg")
-        self.full, self.inner = self.phases(w)
+        self.collective = collective("auto", w.transport, w.workers)
+        self.full, self.inner = self._phases(w)
         self.began = w.step
 
-    def phases(self, w: Worker) -> tuple[int, int]:
-        """How many full and inner steps an epoch has."""
+    def _phases(self, w: Worker) -> tuple[int, int]:
+        """The numbers of full and of inner steps of an epoch."""
         pass_steps = UNCOUNTED if w.data_size is None else math.ceil(w.data_size / (len(w.workers) * w.batch_size))
         full = self.full_steps or pass_steps
         return full, self.inner_steps or 2 * full
 
     def step(self, w: Worker, batch: Batch) -> float:
-        """One mini-batch of mu, or of the way down."""
-        place = (w.step - self.began) % (self.full + self.inner)
-        if place == 0:
-            self.begin(w)
-        if place < self.full:
-            return self.add_to_mu(w, batch)
-        if place == self.full:
-            self.complete_mu(w)
-        return self.descend(w, batch)
+        """A full step or an inner step."""
+        position = (w.step - self.began) % (self.full + self.inner)
+        if position == 0:
+            self._begin(w)
+        if position < self.full:
+            return self._add_to_mu(w, batch)
+        if position == self.full:
+            self._complete_mu(w)
+        return self._descend(w, batch)
 
-    def begin(self, w: Worker) -> None:
-        """u0 <- u, once nobody writes any more."""
-        self.group.meet()
+    def _begin(self, w: Worker) -> None:
+        """u0 <- u, once all writes to u are done."""
+        self.collective.barrier()
         read(w, self.u)
         for origin, x, total in zip(self.origin, self.read, self.sums[self.me], strict=True):
             origin.copy_(x)
             total.zero_()
         self.counts[self.me].zero_()
 
-    def add_to_mu(self, w: Worker, batch: Batch) -> float:
-        """Add the gradient at u0, as often as there are samples."""
+    def _add_to_mu(self, w: Worker, batch: Batch) -> float:
+        """Add the gradient at u0 times the number of samples."""
         loss = w.gradient(batch)
         samples = len(batch[0]) if batch else w.batch_size
-        for part, total in zip(w.flat.parts, self.sums[self.me], strict=True):
-            w.move(2 * total.nbytes)
-            total.add_(part.grad, alpha=samples)
+        for group, total in zip(w.flat.groups, self.sums[self.me], strict=True):
+            w.charge_copy(2 * total.nbytes)
+            total.add_(group.grad, alpha=samples)
         self.counts[self.me].add_(samples)
         return loss
 
-    def complete_mu(self, w: Worker) -> None:
-        """mu = (1/n) sum of everyone's sums, in rank order, once all are there."""
-        self.group.meet()
+    def _complete_mu(self, w: Worker) -> None:
+        """mu = (1/n) sum of all workers' sums, in rank order, once all are complete."""
+        self.collective.barrier()
         n = sum(self.counts[1:], self.counts[0])
         for number, mu in enumerate(self.mu):
             mu.zero_()
             for sums in self.sums:
-                w.move(mu.nbytes)
+                w.charge_copy(mu.nbytes)
                 mu.add_(sums[number])
             mu.div_(n)
 
-    def descend(self, w: Worker, batch: Batch) -> float:
-        """u <- u - eta v. Both gradients see the same mini-batch and, by the same seed, the same dropout."""
-        with _as_they_were(w.model.buffers()):
+    def _descend(self, w: Worker, batch: Batch) -> float:
+        """u <- u - eta v. Both gradients are of the same mini-batch and, by the same seed, with the same dropout."""
+        with _unchanged(w.model.buffers()):
             w.flat.move_to(self.origin)
             w.gradient(batch)
-        for g, part in zip(self.at_origin, w.flat.parts, strict=True):
-            g.copy_(part.grad)
+        for g, group in zip(self.at_origin, w.flat.groups, strict=True):
+            g.copy_(group.grad)
         w.flat.move_to(self.read)
         read(w, self.u)
         loss = w.gradient(batch)
-        for number, (part, held) in enumerate(zip(w.flat.parts, self.held, strict=True)):
-            w.move(5 * part.grad.nbytes)
-            v = part.grad.sub_(self.at_origin[number]).add_(self.mu[number])
-            held.update(v, At(held.weights, samples=w.samples), self.untouched(w, number))
+        for number, (group, weight_slice) in enumerate(zip(w.flat.groups, self.slices, strict=True)):
+            w.charge_copy(5 * group.grad.nbytes)
+            v = group.grad.sub_(self.at_origin[number]).add_(self.mu[number])
+            weight_slice.update(v, UpdateContext(weight_slice.weights, samples=w.samples), self._untouched(w, number))
         return loss
 
-    def untouched(self, w: Worker, number: int) -> frozenset[int]:
-        """The parameters of a part that neither this mini-batch nor any of mu has touched."""
-        skipped = w.flat.parts[number].untouched()
-        spans = {one.mark: one.span for one in w.flat.parts[number].places if one.mark in skipped}
+    def _untouched(self, w: Worker, number: int) -> frozenset[int]:
+        """The parameters of a dtype group that neither this mini-batch nor any of mu has touched."""
+        skipped = w.flat.groups[number].untouched()
+        spans = {one.param_id: one.span for one in w.flat.groups[number].slots if one.param_id in skipped}
         return frozenset(m for m, span in spans.items() if not self.mu[number][span.start : span.stop].any())
 
     def finish(self, w: Worker) -> None:
-        """The last epoch ends where it is; all are needed for it too."""
-        self.group.meet()
+        """The last epoch may be incomplete; wait until all writes to u are done."""
+        self.collective.barrier()
 
     def answer(self, w: Worker) -> Weights | None:
-        """u, once everyone has stopped writing."""
+        """u, once all workers have stopped writing."""
         return None if gather(w) is None else w.named(self.u)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def epoch(self, w: Worker) -> Tensor:
-        """What an epoch in progress depends on, and how far it has come."""
+    def _epoch(self, w: Worker) -> Tensor:
+        """The terms of the epoch in progress, and the position in it."""
         return torch.tensor([len(w.workers), w.batch_size, self.full, self.inner, w.step - self.began])
 
-    def state(self, w: Worker) -> Saved | None:
-        """u0, mu and the epoch; of each worker its sums and what its rule remembers."""
-        places = w.flat.places
-        mine = under("sum", named(places, self.sums[self.me])) | {"count": self.counts[self.me]}
-        saved = collect(w, mine | under("rule", join(pieces(self.held, places))), of_all=True)
-        if saved is None:
-            return None
-        return (
-            saved
-            | under("u0", named(places, self.origin))
-            | under("mu", named(places, self.mu))
-            | {"epoch": self.epoch(w)}
-        )
+    def declared_state(self, w: Worker) -> StateParts:
+        """u0, mu and the epoch; of each worker its sum and the state of its rule."""
+        slots = w.flat.slots
+        return {
+            "rule": RuleState(slots, self.slices, "own"),
+            "sum": VectorState(slots, self.sums[self.me]),
+            "count": CustomState("own", lambda: {"": self.counts[self.me]}, self._load_count),
+            "u0": VectorState(slots, self.origin, "shared"),
+            "mu": VectorState(slots, self.mu, "shared"),
+            "epoch": CustomState("shared", lambda: {"": self._epoch(w)}, partial(self._continue_epoch, w)),
+        }
 
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """Go on with the epoch if it is the same for everyone; otherwise begin one."""
-        mine, places = own(w, saved), w.flat.places
-        if mine:
-            restore(self.held, places, section(mine, "rule"))
-        *terms, far = saved["epoch"].tolist()
-        if terms == self.epoch(w)[:-1].tolist() and mine:
-            self.began = w.step - far
-            for vectors, name in ((self.origin, "u0"), (self.mu, "mu")):
-                place(places, vectors, section(saved, name))
-            place(places, self.sums[self.me], section(mine, "sum"))
-            self.counts[self.me].copy_(mine["count"])
+    def _load_count(self, saved: Sequence[Saved]) -> None:
+        for one in saved:
+            self.counts[self.me].copy_(one[""])
+
+    def _continue_epoch(self, w: Worker, saved: Sequence[Saved]) -> None:
+        """Continue the epoch if its terms are the same; otherwise a new one begins and overwrites u0, mu and sums."""
+        *terms, position = saved[0][""].tolist()
+        if terms == self._epoch(w)[:-1].tolist():
+            self.began = w.step - position
 
 
 def _sums(w: Worker, rank: int) -> list[Tensor]:
-    """Where a worker adds up its gradients, one tensor per part of the model."""
-    weights = [part.weights for part in w.flat.parts]
+    """The shared memory of a worker's sum, one tensor per dtype group."""
+    weights = [group.weights for group in w.flat.groups]
     return [_memory(w, f"sum{rank}.{n}", x.numel(), x.dtype) for n, x in enumerate(weights)]
 
 
@@ -198,8 +196,8 @@ def _memory(w: Worker, name: str, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def _as_they_were(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Undo what is done to these: BatchNorm's statistics are those of u^, not of u0."""
+def _unchanged(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Restore these tensors afterwards: the statistics of BatchNorm are to be those of u^, not of u0."""
     kept = [(x, x.clone()) for x in tensors]
     yield
     for x, copy in kept:

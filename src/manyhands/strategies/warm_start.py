@@ -3,9 +3,9 @@
     first worker   step, step, ..., step | GO to all
     others         wait for it           | step, step, ...
 
-Early updates are large, and large updates that come late do harm. The others hold a mini-batch each while they wait.
-When the first worker comes to a checkpoint, they take one step and wait again, so that they come there too. When it
-ends, or is lost, they begin.
+Early updates are large, and large stale updates do harm. The others hold a mini-batch each while they wait. When the
+first worker reaches a checkpoint, they take one step and wait again, so that they reach it too. When it has finished
+or is lost, they begin.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from manyhands.core.errors import PeerLost
-from manyhands.core.protocols import Tag, recv
+from manyhands.core.port import Tag, recv
 from manyhands.core.worker import Worker
-from manyhands.topology.servers import Lane
+from manyhands.servers import ShardClient
 
 GO = Tag("go", carries="nothing")
 
 
 class WarmStart:
-    """Who may step, on one worker.
+    """Whether this worker may take a step.
 
     Args:
         w: this worker.
@@ -33,25 +33,25 @@ class WarmStart:
         self._first = w.workers[0]
         self.is_over = steps == 0 or len(w.workers) == 1
 
-    def wait(self, w: Worker, lanes: Sequence[Lane]) -> None:
-        """Before a step: until this worker may take it."""
+    def wait(self, w: Worker, clients: Sequence[ShardClient]) -> None:
+        """Called before a step: wait until this worker may take it."""
         if w.rank == self._first:
             if w.step >= self._steps:
-                self.let_go(w, for_good=True)
+                self.release(w, for_good=True)
             return
         while not self.is_over:
             try:
                 message = recv(w.transport, GO, frm=self._first)
             except PeerLost as loss:
                 self.is_over = loss.rank == self._first
-                for lane in lanes:
-                    lane.lose(loss)
+                for client in clients:
+                    client.lose(loss)
             else:
                 (self.is_over,) = message.meta
                 return
 
-    def let_go(self, w: Worker, for_good: bool) -> None:
-        """Let the others take one step, or all."""
+    def release(self, w: Worker, for_good: bool) -> None:
+        """The first worker lets the others take one step, or all of them."""
         if w.rank == self._first and not self.is_over:
             self.is_over = for_good
             for rank in w.workers[1:]:

@@ -1,4 +1,4 @@
-"""Small tasks to train: eight of ours by name, any of yours as "module:function"."""
+"""Small tasks to train: eight built-in ones by name, your own as "module:function"."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _yours(name: str, data: Path | None) -> Task:
 
 
 def _module(name: str) -> ModuleType:
-    """Import as `python -m` does: from the current directory first. What a found module lacks is its own error."""
+    """Import as `python -m` does: from the current directory first. Import errors inside the module are not caught."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

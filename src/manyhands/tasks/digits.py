@@ -20,11 +20,11 @@ from manyhands.core.task import Task
 from manyhands.tasks.parts import accuracy, mlp, take_no_data
 
 TRAIN = 1437
-"""Of the 1,797 samples; the other 360 are for the test."""
+"""Training samples, of 1,797; the other 360 are for the test."""
 
 
 def digits(data: Path | None = None) -> Task:
-    """Which digit is it? The split into training and test is the same for every seed."""
+    """Classify digits. The split into training and test data is the same for every seed."""
     take_no_data("digits", data)
     packed = resources.files("manyhands.tasks").joinpath("digits.csv.gz").read_bytes()
     table = np.loadtxt(gzip.decompress(packed).decode("ascii").splitlines(), dtype=np.uint8, delimiter=",")

@@ -34,7 +34,7 @@ CLASSES = 10
 
 
 def mnist(data: Path | None = None) -> Task:
-    """Which digit is it?
+    """Classify digits of MNIST.
 
     Args:
         data: the folder with the four files.
@@ -64,7 +64,7 @@ def _pairs(images: Path, labels: Path) -> TensorDataset:
 
 
 def read_idx(path: Path, *shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """An array of bytes whose items have this shape; anything that is not exactly that is refused by name."""
+    """An array of bytes whose items have this shape; any other file is refused with the reason."""
     raw = _unpack(path)
     magic, start = 0x0801 + len(shape), 4 * (2 + len(shape))
     refuse_unless(len(raw) >= start, f"the length of {path}", len(raw), f">= {start} bytes")

@@ -1,4 +1,4 @@
-"""What several tasks are made of."""
+"""Models, metrics and checks that several tasks share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.core.errors import Refused
 
 
 def mlp(*sizes: int) -> nn.Sequential:
-    """Linear layers with ReLU between them, as a chain that can be cut anywhere.
+    """Linear layers with ReLU between them, as a chain that can be split into stages anywhere.
 
     He initialisation: with torch's own, a chain this deep starts on a plateau and leaves it at a moment
     that depends on the seed.

@@ -1,13 +1,13 @@
-"""A restricted Boltzmann machine that learns to see digits: layers of it once gave deep networks a good start.
+"""A restricted Boltzmann machine trained on digits: its layers were once used to pretrain deep networks.
 
     p(h | v) = sigma(v W + c)        p(v | h) = sigma(h W^T + b)
 
-It has no loss that could be differentiated. Contrastive divergence follows a gradient of its own: what the data make
-of the model, against what the model makes of itself after one step of imagining,
+It has no loss to differentiate. Contrastive divergence has its own gradient: the statistics of the model after one
+step of Gibbs sampling, minus those of the data,
 
     g_W = v1^T h1 - v0^T h0        h0 from the data v0, v1 from a sample of h0, h1 from v1
 
-What is reported as the loss is how far v1 is from v0.
+The reported loss is the squared distance of v1 from v0.
 
 Reference: G. Hinton, "Training products of experts by minimizing contrastive divergence", 2002,
 https://doi.org/10.1162/089976602760128018.
@@ -38,20 +38,20 @@ class Boltzmann(nn.Module):
         self.hidden = nn.Parameter(torch.zeros(hidden))
 
     def infer(self, v: Tensor) -> Tensor:
-        """How likely each hidden unit is on."""
+        """The probabilities of the hidden units, p(h | v)."""
         return torch.sigmoid(v @ self.weight + self.hidden)
 
     def imagine(self, h: Tensor) -> Tensor:
-        """How likely each visible unit is on."""
+        """The probabilities of the visible units, p(v | h)."""
         return torch.sigmoid(h @ self.weight.T + self.visible)
 
     def forward(self, v: Tensor) -> Tensor:
-        """What it sees in v."""
+        """The reconstruction of v."""
         return self.imagine(self.infer(v))
 
 
 def contrastive_divergence(model: Boltzmann, v0: Tensor, _: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The reconstruction error, and where to go."""
+    """The reconstruction error and the gradient of contrastive divergence."""
     h0 = model.infer(v0)
     v1 = model.imagine(torch.bernoulli(h0))
     h1 = model.infer(v1)
@@ -63,12 +63,12 @@ def contrastive_divergence(model: Boltzmann, v0: Tensor, _: Tensor) -> tuple[Ten
 
 
 def recognised(outputs: Tensor, targets: Tensor) -> float:
-    """The share of pixels that are seen as they are: on or off."""
+    """The share of pixels that are reconstructed correctly, as on or off."""
     return (outputs.round() == targets.round()).float().mean().item()
 
 
 def rbm(data: Path | None = None) -> Task:
-    """What do digits look like? Nobody says which is which."""
+    """Model the distribution of digits, without labels."""
     take_no_data("rbm", data)
     given = digits()
     (x, _), (seen, _) = given.data.tensors, given.test.tensors

@@ -1,9 +1,9 @@
-"""A smooth function of eight numbers: synthetic, made in a moment, and hard to diverge on.
+"""A smooth function of eight numbers: synthetic, generated quickly, and hard to diverge on.
 
     y = z / (2 std(z)) + noise,   z = tanh(x A) B,   x, A, B normal
 
-Tanh, eight outputs and targets of half a unit keep the curvature low, so that methods which add up the
-updates of several workers learn with the same lr as the others.
+Tanh, eight outputs and targets of half a unit keep the curvature low, so that methods which sum the
+updates of several workers train with the same lr as the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOISE = 0.025
 
 
 def regression(data: Path | None = None) -> Task:
-    """What does the teacher answer? The samples are the same for every seed."""
+    """Learn the outputs of a teacher network. The samples are the same for every seed."""
     take_no_data("regression", data)
     x, y = _samples(TRAIN + TEST)
     return Task(

@@ -1,4 +1,4 @@
-"""The next character of a text, by a network with a memory: it reads one character after the other."""
+"""The next character of a text, by a recurrent network that reads one character after another."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from manyhands.core.task import Task
 from manyhands.tasks.text import next_character
 
 
-class Reader(nn.Module):
-    """Gated recurrent units: what they remember after the last character says what comes next."""
+class SequenceReader(nn.Module):
+    """Gated recurrent units; the state after the last character predicts the next one."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -26,9 +26,9 @@ class Reader(nn.Module):
 
 
 def rnn(data: Path | None = None) -> Task:
-    """Which character comes next? As in the task text, but read in order.
+    """Predict the next character, as in the task text, with a recurrent model.
 
     Args:
         data: a text file in UTF-8, or a folder with exactly one `.txt` file.
     """
-    return next_character(data, Reader, "rnn")
+    return next_character(data, SequenceReader, "rnn")

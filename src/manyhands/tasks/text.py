@@ -1,4 +1,4 @@
-"""The next character of a text, from the 16 before it: any text file will do."""
+"""The next character of a text, from the 16 before it, for any text file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONTEXT = 16
 SHORTEST = 10 * (CONTEXT + 1)
 """The last tenth must hold one context and its next character."""
 SAMPLES = 128_000
-"""A default run, whatever the length of the text: 1,000 steps of 128."""
+"""Samples of a default run, for a text of any length: 1,000 steps of 128."""
 
 
 def text(data: Path | None = None) -> Task:
-    """Which character comes next? The loss is in nats; the last tenth of the text is for the test.
+    """Predict the next character. The loss is in nats; the last tenth of the text is for the test.
 
     Args:
         data: a text file in UTF-8, or a folder with exactly one `.txt` file.
@@ -33,7 +33,7 @@ def text(data: Path | None = None) -> Task:
 
 
 def next_character(data: Path | None, model: Callable[[int], nn.Module], name: str) -> Task:
-    """The task for any model of so many characters."""
+    """The task for any model; `model` takes the number of distinct characters."""
     path = _file(data, name)
     try:
         characters = path.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from manyhands.core.task import Task
 from manyhands.tasks.parts import take_no_data
 
 BLOCKS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-"""Channels of the 3 x 3 convolutions; each block ends in a pooling that halves the sides."""
+"""Channels of the 3 x 3 convolutions; each block ends with pooling that halves the sides."""
 SIDE = 224
 CLASSES = 1000
 SAMPLES = 1_281_167

@@ -1,15 +1,15 @@
-"""Budgets of the virtual world: one counter for all, or an order prescribed by the cluster. Both are free."""
+"""Budgets of the virtual world: one counter for all, or an order prescribed by the cluster. Neither costs time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from manyhands.core.budget import await_arrivals, pause
-from manyhands.core.protocols import Transport
+from manyhands.core.port import Transport
 from manyhands.virtual.cluster import Cluster
 
 
-class Common:
+class VirtualSharedBudget:
     """All workers draw from one number of mini-batches."""
 
     stopped = False
@@ -18,33 +18,33 @@ class Common:
         self._total = batches
         self._taken = 0
         self.arrivals: Sequence[int] = ()
-        self._coming: set[int] = set()
+        self._joining: set[int] = set()
 
     def grant(self, transport: Transport) -> bool:
-        """Whoever comes first is served first."""
+        """Whether one more is left; requests are served in the order of their arrival."""
         if self._taken < self._total:
             self._taken += 1
             return True
-        await_arrivals(transport, lambda: self._coming)
+        await_arrivals(transport, lambda: self._joining)
         return False
 
     def enter(self, transport: Transport) -> int | None:
-        """From the first grant to the last."""
+        """Begin to join: how many were granted, once there is one; None if the budget is used up."""
         while not self._taken and transport.peers("worker"):
             pause(transport)
         if not 0 < self._taken < self._total:
             return None
         self.arrivals = [*self.arrivals, transport.rank]
-        self._coming.add(transport.rank)
+        self._joining.add(transport.rank)
         return self._taken
 
     def arrived(self, transport: Transport) -> None:
-        """It is no longer on its way."""
-        self._coming.remove(transport.rank)
+        """This rank has finished joining."""
+        self._joining.remove(transport.rank)
 
 
 class Prescribed:
-    """Each worker gets as many mini-batches as the order of events names it; in `turns` also only then."""
+    """Each worker gets one mini-batch for each of its events in the prescribed order, with `turns` at that time."""
 
     stopped = False
     arrivals: Sequence[int] = ()
@@ -54,8 +54,8 @@ class Prescribed:
         self._end = len(events or ()) + 1
         self._waits = cluster.turns is not None
         self._turns: dict[int, list[int]] = {}
-        for place, rank in enumerate(events or ()):
-            self._turns.setdefault(rank, []).append(place)
+        for turn, rank in enumerate(events or ()):
+            self._turns.setdefault(rank, []).append(turn)
 
     def grant(self, transport: Transport) -> bool:
         """Wait for this rank's next turn; after its last one wait for the end, since to finish is an event too."""

@@ -1,4 +1,4 @@
-"""Cluster: the machines of the virtual world, and what happens to them."""
+"""Cluster: the hosts and links of a virtual cluster, and the faults that will happen in it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.units import bytes_per_second, seconds
 from manyhands.virtual.cluster_file import read
 from manyhands.virtual.faults import Fault, Slow
-from manyhands.virtual.units import bytes_per_second, seconds
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines that exist only in virtual time.
+    """A cluster in virtual time: `mh.train(..., on=mh.Cluster(64, bandwidth="1Gbit"))`.
 
     Args:
         workers: how many workers; they are ranks 0, 1, ...
-        servers: how many server ranks of their own, each on its own host; they follow the workers.
-        hosts: over how many hosts the workers spread; None: one each (one in all for methods that need it).
-        cores: cores of a host, shared by the activities of its ranks; None: one per worker on it.
-        speeds: relative speed of each worker, 1.0 if not given.
+        servers: how many server ranks, each on its own host; their ranks follow those of the workers.
+        hosts: the number of hosts that the workers are spread over; None: one each (one in all if a method needs it).
+        cores: cores of a host, shared by the activities of its ranks; None: one for each of its ranks.
+        speeds: relative speed of each worker; None: 1.0 for all.
         jitter: standard deviation of the logarithm of every compute time, drawn from the seed.
         latency: of a message between hosts.
-        bandwidth: of each host's link, each way.
+        bandwidth: of the link of a host, in each direction.
         local_latency: of a message inside a host.
-        local_bandwidth: at which a rank moves messages inside its host.
-        cpu_per_byte: seconds of a core that sending or receiving one byte between hosts costs.
+        local_bandwidth: of messages that a rank sends inside its host.
+        cpu_per_byte: core seconds for sending or receiving one byte between hosts.
         stragglers: one or several Slow.
-        faults: what breaks and when.
-        order: the workers' gradients end in exactly this order, at times 1, 2, 3, ...; for tests.
-        turns: the workers' whole steps happen in this order, at times 0, 1, 2, ...; for tests.
-        newcomers: when further workers come, if the method welcomes them: they are the ranks after `workers`.
+        faults: which ranks or links fail, and when.
+        order: the workers finish their gradients in exactly this order, at times 1, 2, 3, ...; for tests.
+        turns: the workers take whole steps in this order, at times 0, 1, 2, ...; for tests.
+        newcomers: times at which further workers join, if the method allows it; their ranks follow `workers`.
     """
 
     workers: int = 4
@@ -64,9 +64,11 @@ class Cluster:
         self._check_speeds()
         self._check_ranks()
         prescribed = self.order is not None or self.turns is not None
-        refuse_unless(not (prescribed and self.newcomers), "newcomers", self.newcomers, "none if an order is given")
+        refuse_unless(
+            not (prescribed and self.newcomers), "newcomers", self.newcomers, "empty if `order` or `turns` is given"
+        )
         for at in self.newcomers:
-            seconds(at, "the time of a newcomer")
+            seconds(at, "the time at which a worker joins")
         for name in ("latency", "local_latency"):
             seconds(getattr(self, name), name)
         for name in ("bandwidth", "local_bandwidth"):
@@ -79,10 +81,10 @@ class Cluster:
             refuse_unless(all(0 < s < math.inf for s in self.speeds), "speeds", list(self.speeds), "all > 0")
 
     def _check_ranks(self) -> None:
-        named = [rank for slow in self.slow for rank in slow.ranks]
-        named += [fault.rank for fault in self.faults if not isinstance(fault, Slow)]
+        affected = [rank for slow in self.slow for rank in slow.ranks]
+        affected += [fault.rank for fault in self.faults if not isinstance(fault, Slow)]
         last = self.size - 1
-        for rank in named:
+        for rank in affected:
             refuse_unless(rank <= last, "the rank of a fault or straggler", rank, f"0 to {last}")
         for name, ranks in (("order", self.order or ()), ("turns", self.turns or ())):
             for rank in ranks:
@@ -90,30 +92,30 @@ class Cluster:
 
     @property
     def slow(self) -> list[Slow]:
-        """All stragglers, however they were given."""
+        """All stragglers: those of `stragglers`, and those among the faults."""
         given = [self.stragglers] if isinstance(self.stragglers, Slow) else list(self.stragglers)
         return given + [fault for fault in self.faults if isinstance(fault, Slow)]
 
     @property
     def size(self) -> int:
-        """How many ranks there are, or will be."""
+        """The number of ranks, those that join later included."""
         return self.workers + len(self.newcomers) + self.servers
 
     @property
-    def late(self) -> range:
-        """The ranks that come later."""
+    def pending_ranks(self) -> range:
+        """The ranks that join later."""
         return range(self.workers, self.workers + len(self.newcomers))
 
     def placement(self) -> list[int]:
-        """The host of every rank; servers and newcomers have hosts of their own, unless all workers share one."""
+        """The host of every rank; servers have their own, and joining workers too, unless all workers share one."""
         hosts = self.hosts or self.workers
         workers = [rank * hosts // self.workers for rank in range(self.workers)]
         if self.hosts == 1:
-            return [*workers, *[0 for _ in self.late], *range(1, 1 + self.servers)]
-        return [*workers, *range(hosts, hosts + len(self.late) + self.servers)]
+            return [*workers, *[0 for _ in self.pending_ranks], *range(1, 1 + self.servers)]
+        return [*workers, *range(hosts, hosts + len(self.pending_ranks) + self.servers)]
 
     def on_one_host(self) -> Cluster:
-        """This cluster with its workers on one host, if nobody said otherwise."""
+        """This cluster with all workers on one host; refused if it has a different number of hosts."""
         if self.hosts not in (None, 1):
             raise Refused(f"hosts is {self.hosts}, but this method needs all workers on 1 host: they share memory")
         return replace(self, hosts=1)

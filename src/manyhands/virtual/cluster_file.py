@@ -1,37 +1,35 @@
-"""Reading a cluster file: whatever is wrong in it is refused with the file and the line.
+"""Reading a cluster file: an error in it is refused with the file and the line.
 
     examples/x.toml:3: bandwidth is '10Gbits', but must be a rate such as 10Gbit or 1.25GB
 
-The keys are the arguments of a Cluster; faults and stragglers are tables. Each value is looked at first by itself (is
-it of the right kind?), then together with all others, and each fault by itself in the cluster, so that it is clear
-which line is to blame.
+The keys are the arguments of a Cluster; faults and stragglers are tables. First the type of each value is checked, then
+all settings together, then each fault by itself in the cluster, so that an error belongs to one line.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from manyhands.core.errors import Refused, unknown
+from manyhands.core.units import bytes_per_second, seconds
 from manyhands.virtual.faults import CutLink, Die, Fault, Slow, SlowLink, Stop
-from manyhands.virtual.toml_lines import TomlLines
-from manyhands.virtual.units import bytes_per_second, seconds
 
 Made = TypeVar("Made")
 Check = Callable[[Any, str], object]
-"""Refuses a value of the wrong kind; it is told the name."""
+"""Refuses a value of the wrong type; the second argument is its name."""
 
 FAULTS: dict[str, type[Fault]] = {"die": Die, "stop": Stop, "cut": CutLink, "slow-link": SlowLink, "slow": Slow}
 TABLES = "stragglers", "faults"
 
 
-def kind(words: str, *types: type) -> Check:
-    """A value of one of these types; true and false are no numbers."""
+def of_type(words: str, *types: type) -> Check:
+    """A value of one of these types, which `words` describe; a boolean is not a number."""
 
     def check(value: Any, name: str) -> None:
         if not isinstance(value, types) or isinstance(value, bool):
@@ -41,27 +39,27 @@ def kind(words: str, *types: type) -> Check:
 
 
 def unit(words: str, read: Check) -> Check:
-    """A value that people write with a unit."""
+    """A number, or a text with a unit that `read` understands."""
 
     def check(value: Any, name: str) -> None:
-        kind(words, str, int, float)(value, name)
+        of_type(words, str, int, float)(value, name)
         read(value, name)
 
     return check
 
 
 def each(words: str, one: Check) -> Check:
-    """A list of such values."""
+    """A list of values that all pass `one`."""
 
     def check(value: Any, name: str) -> None:
-        kind(words, list)(value, name)
+        of_type(words, list)(value, name)
         for item in value:
             one(item, f"one of {name}")
 
     return check
 
 
-WHOLE, NUMBER, TEXT = kind("a whole number", int), kind("a number", int, float), kind("a text", str)
+WHOLE, NUMBER, TEXT = of_type("a whole number", int), of_type("a number", int, float), of_type("a text", str)
 RATE, TIME = unit("a rate such as 10Gbit or 1.25GB", bytes_per_second), unit("a time such as 50us or 2ms", seconds)
 RANKS = each("a list of ranks", WHOLE)
 
@@ -78,17 +76,48 @@ OF_FAULTS: Mapping[str, Check] = {"rank": WHOLE, "ranks": RANKS, "at": TIME, "fa
 
 KEYS = {
     "the number of speeds": "speeds",
-    "the time of a newcomer": "newcomers",
+    "the time at which a worker joins": "newcomers",
     "a rank in order": "order",
     "a rank in turns": "turns",
     "the rank of a fault": "rank",
     "the time of a fault": "at",
 }
-"""Of what a refusal speaks, where that is not the key itself."""
+"""The keys that refusals of a Cluster or a fault mean, where they do not begin with the key itself."""
+
+
+def line_of(text: str, path: Sequence[str | int]) -> int:
+    """The line on which the value at `path` (keys, and positions of tables) begins in a TOML text that is valid.
+
+    tomllib does not say it. But a beginning of the text is valid exactly if it ends between two statements, so the
+    statement that defines the value is the one that the first valid beginning with that value ends with. If it is
+    nowhere, the line is that of the table which should have it.
+    """
+    document = tomllib.loads(text)
+    while path and not _has(document, path):
+        path = path[:-1]
+    lines, begin = text.split("\n"), 1
+    for end in range(1, len(lines) + 1):
+        try:
+            document = tomllib.loads("\n".join(lines[:end]))
+        except tomllib.TOMLDecodeError:
+            continue
+        if path and _has(document, path):
+            return begin
+        begin = end + 1
+    return 1
+
+
+def _has(document: Any, path: Sequence[str | int]) -> bool:
+    try:
+        for key in path:
+            document = document[key]
+    except (KeyError, IndexError, TypeError):
+        return False
+    return True
 
 
 class ClusterFile:
-    """A file that is being read."""
+    """A cluster file, parsed."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -99,70 +128,75 @@ class ClusterFile:
             raise self._syntax(str(error), text) from None
         except (OSError, UnicodeDecodeError) as error:
             raise Refused(f"cannot read the cluster file {path}: {error}") from error
-        self._lines = TomlLines(text)
+        self._text = text
 
     def _syntax(self, error: str, text: str) -> Refused:
-        """What the parser says, with the line in its place: it may also be the last one."""
+        """The parser's message with its line in front; "end of document" is the last line."""
         found = re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", error, re.DOTALL)
-        what, line = found.groups() if found else (error, "1")
-        return Refused(f"{self._path}:{line or len(text.splitlines()) or 1}: {what[:1].lower()}{what[1:]}")
+        message, line = found.groups() if found else (error, "1")
+        return Refused(f"{self._path}:{line or len(text.splitlines()) or 1}: {message[:1].lower()}{message[1:]}")
 
     @contextmanager
-    def blaming(self, key: str | None = None, *table: Any) -> Iterator[None]:
-        """Refusals from here on name the line of this key, or of the one that they speak of."""
+    def errors_at(self, *table: str | int, key: str | None = None) -> Iterator[None]:
+        """Add file and line of this key in this table to refusals; without a key, of the one that a refusal names."""
         try:
             yield
         except Refused as error:
             subject = str(error).partition(" is ")[0]
-            line = self._lines.of(key or KEYS.get(subject, subject), *table)
+            line = line_of(self._text, (*table, key or KEYS.get(subject, subject)))
             raise Refused(f"{self._path}:{line}: {error}") from None
 
     def settings(self) -> dict[str, Any]:
-        """All but the tables, each of the right kind."""
+        """All keys but the tables, with their types checked."""
         for key in self.given:
-            with self.blaming(key):
+            with self.errors_at(key=key):
                 if key not in (*SETTINGS, *TABLES):
                     raise unknown("setting", key, (*SETTINGS, *TABLES))
                 if key in SETTINGS:
                     SETTINGS[key](self.given[key], key)
         return {key: value for key, value in self.given.items() if key in SETTINGS}
 
-    def faults(self, name: str) -> list[Fault]:
-        """The tables of one name."""
-        tables = self.given.get(name, [])
-        tables = [tables] if isinstance(tables, dict) else tables
-        with self.blaming(name):
-            each(f"tables: [[{name}]]", kind("a table", dict))(tables, name)
-        return [self._fault({**table}, name, number) for number, table in enumerate(tables)]
+    def tables(self, name: str) -> dict[tuple[str | int, ...], dict[str, Any]]:
+        """The tables of one name by their paths: one `[name]`, or any number of `[[name]]`."""
+        value = self.given.get(name, [])
+        if isinstance(value, dict):
+            return {(name,): value}
+        with self.errors_at(key=name):
+            each(f"tables: [[{name}]]", of_type("a table", dict))(value, name)
+        return {(name, number): table for number, table in enumerate(value)}
 
-    def _fault(self, table: dict[str, Any], name: str, number: int) -> Fault:
-        which = table.pop("kind", "slow")
-        with self.blaming("kind", name, number):
-            known = list(FAULTS) if name == "faults" else ["slow"]
-            if which not in known:
-                raise Refused(f"the kind of a fault is {which!r}, but must be {' or '.join(known)}")
-        settings = {field.name: field.default for field in fields(FAULTS[which])}
-        for key, value in table.items():
-            with self.blaming(key, name, number):
-                if key not in settings:
-                    raise unknown(f"setting of a fault of kind {which!r}", key, settings)
+    def fault(self, path: tuple[str | int, ...], table: dict[str, Any]) -> Fault:
+        """The fault or straggler that a table describes."""
+        kind = table.get("kind", "slow")
+        with self.errors_at(*path, key="kind"):
+            known = list(FAULTS) if path[0] == "faults" else ["slow"]
+            if kind not in known:
+                raise Refused(f"the kind of a fault is {kind!r}, but must be {' or '.join(known)}")
+        defaults = {field.name: field.default for field in fields(FAULTS[kind])}
+        given = {key: value for key, value in table.items() if key != "kind"}
+        for key, value in given.items():
+            with self.errors_at(*path, key=key):
+                if key not in defaults:
+                    raise unknown(f"setting of a fault of kind {kind!r}", key, defaults)
                 OF_FAULTS[key](value, key)
-        with self.blaming(None, name, number):
-            for key, default in settings.items():
-                if default is MISSING and key not in table:
-                    raise Refused(f"a fault of kind {which!r} has no {key}, but must have one")
-            return FAULTS[which](**table)
+        with self.errors_at(*path):
+            for key, default in defaults.items():
+                if default is MISSING and key not in given:
+                    raise Refused(f"a fault of kind {kind!r} has no {key}, but must have one")
+            return FAULTS[kind](**given)
 
 
 def read(path: str | Path, make: Callable[..., Made]) -> Made:
-    """The cluster that `make` makes of a file."""
+    """The cluster that `make` makes of the settings in a file."""
     file = ClusterFile(path)
     given = file.settings()
-    with file.blaming():
+    with file.errors_at():
         make(**given)
-    found = {name: file.faults(name) for name in TABLES}
+    found: dict[str, list[Fault]] = {name: [] for name in TABLES}
     for name, faults in found.items():
-        for number, fault in enumerate(faults):
-            with file.blaming("ranks" if isinstance(fault, Slow) else "rank", name, number):
+        for table_path, table in file.tables(name).items():
+            fault = file.fault(table_path, table)
+            with file.errors_at(*table_path, key="ranks" if isinstance(fault, Slow) else "rank"):
                 make(**given, **{name: [fault]})
+            faults.append(fault)
     return make(**given, **found)

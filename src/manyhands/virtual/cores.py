@@ -1,6 +1,6 @@
 """The cores of a host: activities that compute at once share them evenly.
 
-With n activities on c cores each gets on at rate min(1, c / n). `progress` is the work one activity
+With n activities on c cores each runs at rate min(1, c / n). `progress` is the work one activity
 would have done since the host was last idle; an activity that needs s seconds ends when `progress`
 has grown by s, so joining and leaving costs a heap operation and nothing is rescheduled one by one.
 """
@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import heapq
 
-from manyhands.virtual.kernel import Activity, Kernel
+from manyhands.virtual.kernel import Kernel, VirtualActivity
 
 
 class Cores:
-    """A few cores, shared by whoever computes."""
+    """The cores of one host, shared by the activities that compute."""
 
     def __init__(self, kernel: Kernel, count: float) -> None:
         self._kernel = kernel
         self._count = count
         self._progress = 0.0
         self._since = 0.0
-        self._running: list[tuple[float, int, Activity]] = []
+        self._running: list[tuple[float, int, VirtualActivity]] = []
         self._number = 0
 
-    def spend(self, seconds: float) -> None:
+    def charge(self, seconds: float) -> None:
         """Compute for `seconds` of one core, longer if the cores are shared."""
         me = self._kernel.current
         waited = me.waited
@@ -57,7 +57,7 @@ class Cores:
             self._kernel.at(self._since + (left if left > 0.0 else 0.0) / self._rate(), self._end, number)
 
     def _end(self, number: int) -> None:
-        """The first in line has done its work, unless somebody joined or left since this was foreseen."""
+        """The first activity has done its work, unless another one joined or left since this was scheduled."""
         if not self._running or self._running[0][1] != number:
             return
         self._advance()
@@ -68,7 +68,7 @@ class Cores:
         self._kernel.wake(heapq.heappop(self._running)[2])
         self._schedule()
 
-    def _leave(self, me: Activity) -> None:
+    def _leave(self, me: VirtualActivity) -> None:
         """A killed activity frees its core."""
         self._advance()
         self._running = [entry for entry in self._running if entry[2] is not me]

@@ -1,4 +1,4 @@
-"""What goes wrong in a virtual cluster, and when. Ranks count workers first, then servers."""
+"""The faults of a virtual cluster, and their times. Ranks number the workers first, then the servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.core.errors import refuse_unless
-from manyhands.virtual.units import seconds
+from manyhands.core.units import seconds
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Die(_Fault):
 
 @dataclass(frozen=True)
 class Stop(_Fault):
-    """The rank's process is stopped; its watcher notices at once and fences it."""
+    """The rank's process is stopped; the watcher notices it at once and fences the rank."""
 
     why: str = "it was stopped"
 
 
 @dataclass(frozen=True)
 class CutLink(_Fault):
-    """The rank can no longer be reached; the others take it for lost."""
+    """The rank can no longer be reached; the others treat it as lost."""
 
     why: str = "its link was cut"
 

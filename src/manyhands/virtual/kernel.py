@@ -1,10 +1,10 @@
 """The event kernel: many ranks in one process, one clock, the same order every time.
 
-Each activity of a rank is a greenlet. Waiting hands control to the hub, which runs whoever is ready,
-then jumps to the earliest event. Events at one instant happen in the order they were asked for, so a
+Each activity of a rank is a greenlet. A wait switches to the hub, which runs the activities that are ready,
+then advances the clock to the earliest event. Events of one instant happen in the order they were scheduled, so a
 run depends on nothing but its inputs.
 
-    ready     activities that may go on at this instant, first come first served
+    ready     activities that may continue at this instant, in the order they were woken
     heap      (time, number, action, argument): what happens later
 
 Torch keeps some state per thread, and all ranks share one thread: grad mode is carried by the kernel;
@@ -24,7 +24,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from manyhands.core.errors import Deadlock, MayNotWait
 
-# Asked at every switch, so they are looked up once.
+# Called at every switch, so they are bound once.
 _graph_task, _autocast = torch._C._current_graph_task_id, torch._C._is_any_autocast_enabled
 _functions, _dispatches = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _inference, _grad, _set_grad = torch.is_inference_mode_enabled, torch.is_grad_enabled, torch._C._set_grad_enabled
@@ -44,10 +44,21 @@ def leaking_mode() -> str | None:
     return "torch.autocast" if _autocast() else None
 
 
-class Activity:
-    """One line of control of one rank."""
+class VirtualActivity:
+    """One thread of control of one rank, as a greenlet."""
 
-    __slots__ = ("_kernel", "daemon", "done", "green", "joiners", "losses_told", "name", "rank", "waited", "waits_for")
+    __slots__ = (
+        "_kernel",
+        "daemon",
+        "done",
+        "green",
+        "joiners",
+        "losses_raised",
+        "name",
+        "rank",
+        "waited",
+        "waits_for",
+    )
 
     def __init__(self, kernel: Kernel, run: Callable[[], Any], name: str, rank: int, daemon: bool) -> None:
         self._kernel = kernel
@@ -55,10 +66,10 @@ class Activity:
         self.rank = rank
         self.daemon = daemon
         self.done = False
-        self.joiners: list[Activity] = []
+        self.joiners: list[VirtualActivity] = []
         self.waits_for: tuple[Any, ...] = ("its start",)
         self.waited = 0.0
-        self.losses_told = 0
+        self.losses_raised = 0
         self.green = greenlet(lambda _: kernel.perform(self, run), kernel.hub)
 
     def join(self) -> None:
@@ -76,11 +87,11 @@ class Kernel:
         self.now = 0.0
         self.events = 0
         self.hub = getcurrent()
-        self.current: Activity
+        self.current: VirtualActivity
         self._heap: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._number = 0
-        self._ready: deque[tuple[Activity, Any]] = deque()
-        self._activities: dict[Activity, None] = {}
+        self._ready: deque[tuple[VirtualActivity, Any]] = deque()
+        self._activities: dict[VirtualActivity, None] = {}
         self._busy = 0
         self._grad = torch.is_grad_enabled()
         self._failure: BaseException | None = None
@@ -92,15 +103,15 @@ class Kernel:
         self._number += 1
         heapq.heappush(self._heap, (time, self._number, action, argument))
 
-    def spawn(self, run: Callable[[], Any], name: str, rank: int, daemon: bool = False) -> Activity:
-        """Start an activity at this instant."""
-        activity = Activity(self, run, name, rank, daemon)
+    def spawn(self, run: Callable[[], Any], name: str, rank: int, daemon: bool = False) -> VirtualActivity:
+        """Start an activity; it first runs at this instant."""
+        activity = VirtualActivity(self, run, name, rank, daemon)
         self._activities[activity] = None
         self._busy += not daemon
         self._ready.append((activity, None))
         return activity
 
-    def perform(self, activity: Activity, run: Callable[[], Any]) -> None:
+    def perform(self, activity: VirtualActivity, run: Callable[[], Any]) -> None:
         """The body of every greenlet: the first error of any of them stops the run."""
         torch.set_grad_enabled(self._grad)
         try:
@@ -108,7 +119,7 @@ class Kernel:
         except GreenletExit:
             pass
         except BaseException as error:
-            if not activity.done:  # of a killed activity nobody hears any more
+            if not activity.done:  # errors of a killed activity are ignored
                 error.add_note(f"in {activity.name} at virtual time {self.now:.9g} s")
                 self._failure = self._failure or error
         finally:
@@ -118,21 +129,21 @@ class Kernel:
             for joiner in activity.joiners:
                 self.wake(joiner)
 
-    def wake(self, activity: Activity, value: Any = None) -> None:
-        """Let a waiting activity go on at this instant with `value`; an exception is raised in it."""
+    def wake(self, activity: VirtualActivity, value: Any = None) -> None:
+        """Let a waiting activity continue at this instant with `value`; an exception is raised in it."""
         self._ready.append((activity, value))
 
     def may_wait(self, *why: Any) -> None:
-        """Refuse a wait that would leak; ask before noting down anywhere who waits."""
+        """Refuse a wait that would leak a torch mode; call it before the activity is registered as waiting anywhere."""
         if mode := leaking_mode():
             raise MayNotWait(f"{self.current.name} may not wait for {_words(why)} inside {mode}")
 
     def wait(self, *why: Any) -> Any:
-        """Hand over control until somebody wakes the current activity."""
+        """Switch to the hub until the current activity is woken; returns the value it was woken with."""
         if leaking_mode():
             self.may_wait(*why)
         me = self.current
-        if me.done:  # it is being killed and gets no further
+        if me.done:  # it is being killed
             raise GreenletExit
         me.waits_for = why
         grad = _grad()
@@ -148,7 +159,7 @@ class Kernel:
         return value
 
     def sleep_until(self, time: float) -> None:
-        """Wait for a moment; it does not count as waiting for others."""
+        """Wait until the clock reaches `time`; it does not count as waiting for others."""
         me = self.current
         waited = me.waited
         self.may_wait("the time", time)
@@ -156,7 +167,7 @@ class Kernel:
         self.wait("the time", time)
         me.waited = waited
 
-    def kill(self, activity: Activity) -> None:
+    def kill(self, activity: VirtualActivity) -> None:
         """End an activity where it stands; its `finally` blocks run, but can no longer wait."""
         if not activity.done:
             self.current = activity
@@ -167,10 +178,10 @@ class Kernel:
                 self.perform(activity, lambda: None)
 
     def run(self) -> None:
-        """Play everything; raise the first error of any activity, or say who is stuck."""
+        """Run to the end; raise the first error of any activity, or `Deadlock` with what each activity waits for."""
         self._grad = torch.is_grad_enabled()
         try:
-            self._play()
+            self._run_events()
         finally:
             for activity in sorted(self._activities, key=lambda one: (one.rank, one.name)):
                 self.kill(activity)
@@ -178,7 +189,7 @@ class Kernel:
         if self._failure:
             raise self._failure
 
-    def _play(self) -> None:
+    def _run_events(self) -> None:
         heap, ready, pop = self._heap, self._ready, heapq.heappop
         while self._busy and not self._failure:
             self.events += 1
@@ -191,12 +202,12 @@ class Kernel:
                 self.now, _, action, argument = pop(heap)
                 action(argument)
             else:
-                raise Deadlock(self._who_waits())
+                raise Deadlock(self._blocked_activities())
 
-    def _who_waits(self) -> str:
+    def _blocked_activities(self) -> str:
         stuck = sorted(self._activities, key=lambda one: (one.rank, one.name))
         lines = [f"  {one.name} waits for {_words(one.waits_for)}" for one in stuck]
-        return f"nobody can go on at virtual time {self.now:.9g} s:\n" + "\n".join(lines)
+        return f"no activity can continue at virtual time {self.now:.9g} s:\n" + "\n".join(lines)
 
 
 def _words(why: tuple[Any, ...]) -> str:

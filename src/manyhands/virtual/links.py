@@ -6,7 +6,7 @@ pair of ranks) in turn, one chunk at a time, a message in at most 16 chunks; a c
     start = max(now, this port free, that port free)      end = start + bytes / bandwidth
     the message arrives at (end of its last chunk) + latency
 
-So many senders share the port they all send to, and one large message does not hold up the others.
+So senders share the port they all send to, and one large message does not delay the others.
 Messages of one flow keep their order. Ranks of one host use the host's memory instead of the ports.
 """
 
@@ -32,12 +32,12 @@ class Port:
         self.free = 0.0
         self.flows: deque[Flow] = deque()
         self.last: Flow | None = None
-        """The flow whose chunk is on the wire and which has more: it queues again when that has passed."""
+        """The flow whose chunk is being sent and which has more: it queues again at the end of that chunk."""
         self.serving = False
 
 
 class Flow:
-    """The messages on their way from one rank to another."""
+    """The messages in transit from one rank to another."""
 
     __slots__ = ("arrival", "chunk", "into", "latency", "left", "out", "queue", "queued", "to")
 
@@ -81,10 +81,10 @@ class Network:
         self._flows: dict[tuple[int, int], Flow] = {}
         self._slower = [1.0] * len(hosts)
         self._deliver = deliver
-        self._turn = self._serve  # asked for with every chunk, so it is bound once
+        self._turn = self._serve  # passed with every chunk, so it is bound once
 
     def carry(self, frm: int, to: int, nbytes: int, message: Any) -> None:
-        """Put a message on its way."""
+        """Send a message; it is delivered after the time that the links need."""
         flow = self._flows.get((frm, to)) or self._open(frm, to)
         flow.queue.append((nbytes, message))
         if flow.queued:
@@ -136,7 +136,7 @@ class Network:
             self._kernel.at(end, self._turn, port)
 
     def _complete(self, flow: Flow, end: float) -> None:
-        """The last chunk is on the wire: foresee the arrival, go on with the next message."""
+        """The last chunk is being sent: schedule the arrival, begin the next message."""
         flow.arrival = max(end + flow.latency, flow.arrival)
         self._kernel.at(flow.arrival, self._deliver, flow.queue.popleft()[1])
         flow.queued = bool(flow.queue)
@@ -154,7 +154,7 @@ class Network:
                 flow.latency *= factor
 
     def drop(self, rank: int) -> list[Any]:
-        """Forget whatever a lost rank had not sent completely, and what was on its way to it."""
+        """Remove and return the messages that a lost rank had not sent completely, and those in transit to it."""
         dropped = []
         for (frm, to), flow in self._flows.items():
             if rank in (frm, to) and flow.queued:

@@ -1,21 +1,21 @@
-"""Mailbox: the messages that have come to a rank, and that nobody there has asked for yet.
+"""The mailbox of a virtual rank: the messages that have arrived and were not received yet.
 
-    all         as they came: whoever takes from anybody gets the first that fits
-    by sender   the same messages once more: whoever takes from one rank does not look through those of all others
+    all         in the order of arrival: a receive from ANY takes the first that matches
+    by sender   the same messages by rank: a receive from one rank does not search those of all others
 
-A lead that gathers has a message of every rank here, so to look through all of them for each would take the square.
+A lead that gathers has a message of every rank here, so searching all of them for each rank would take quadratic time.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 
-from manyhands.core.protocols import ANY, Tag
+from manyhands.core.port import ANY, Tag, matches
 from manyhands.virtual.messages import VirtualMessage
 
 
-class Mailbox:
+class VirtualMailbox:
     """Messages in the order of their arrival."""
 
     __slots__ = ("_all", "_by_sender")
@@ -31,24 +31,24 @@ class Mailbox:
         return message in self._all
 
     def add(self, message: VirtualMessage) -> None:
-        """A message has come."""
+        """Queue a message that has arrived."""
         self._all[message] = None
         self._by_sender.setdefault(message.frm, []).append(message)
 
     def remove(self, message: VirtualMessage) -> None:
-        """Somebody has it now."""
+        """Take out a message that was received or replaced."""
         del self._all[message]
-        same = self._by_sender[message.frm]
-        if len(same) > 1:
-            same.remove(message)
+        others = self._by_sender[message.frm]
+        if len(others) > 1:
+            others.remove(message)
         else:
             del self._by_sender[message.frm]
 
-    def take(self, tags: Collection[Tag], frm: int) -> VirtualMessage | None:
-        """The first message with one of these tags from this rank, or from anybody."""
+    def take(self, tags: Sequence[Tag], frm: int) -> VirtualMessage | None:
+        """Remove and return the first message that matches one of `tags`, from rank `frm` or ANY."""
         candidates: Iterable[VirtualMessage] = self._all if frm == ANY else self._by_sender.get(frm, ())
         for message in candidates:
-            if message.tag in tags:
+            if matches(message.tag, tags):
                 self.remove(message)
                 return message
         return None

@@ -1,4 +1,4 @@
-"""Messages and lanes of the virtual world: lending and credit, checked."""
+"""Messages and channels of the virtual world, with credit and a check for writes into tensors in flight."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from manyhands.core.errors import ChangedInFlight
-from manyhands.core.lending import Seal
-from manyhands.core.protocols import Meta, Tag
-from manyhands.virtual.kernel import Activity, Kernel
+from manyhands.core.port import Meta, Tag
+from manyhands.core.send_guard import SendGuard
+from manyhands.virtual.kernel import Kernel, VirtualActivity
 
 
-class Lane:
-    """All messages of one kind from one rank to another: how many are out, and who waits to send."""
+class VirtualChannel:
+    """The messages of one tag name from one rank to another: how many are in flight, and the blocked senders."""
 
-    __slots__ = ("blocked", "last", "out")
+    __slots__ = ("blocked", "in_flight", "last")
 
     def __init__(self) -> None:
-        self.out = 0
-        self.blocked: deque[Activity] = deque()
+        self.in_flight = 0
+        self.blocked: deque[VirtualActivity] = deque()
         self.last: VirtualMessage | None = None
 
-    def give_back(self, kernel: Kernel) -> None:
-        """One message was released: the next sender may go on."""
-        self.out -= 1
+    def release(self, kernel: Kernel) -> None:
+        """One message was released: wake the next activity that waits for credit."""
+        self.in_flight -= 1
         if self.blocked:
             kernel.wake(self.blocked.popleft())
 
 
 class VirtualMessage:
-    """A message that lends real tensors in virtual time."""
+    """A message with real tensors, sent in virtual time."""
 
     __slots__ = (
+        "_guards",
         "_kernel",
-        "_seals",
+        "channel",
         "depth",
         "frm",
-        "lane",
         "meta",
         "nbytes",
         "received",
@@ -48,10 +48,17 @@ class VirtualMessage:
     )
 
     def __init__(
-        self, kernel: Kernel, lane: Lane, frm: int, tag: Tag, meta: Meta, tensors: Sequence[Tensor], depth: int
+        self,
+        kernel: Kernel,
+        channel: VirtualChannel,
+        frm: int,
+        tag: Tag,
+        meta: Meta,
+        tensors: Sequence[Tensor],
+        depth: int,
     ) -> None:
         self._kernel = kernel
-        self.lane = lane
+        self.channel = channel
         self.frm = frm
         self.depth = depth
         self.received = False
@@ -59,24 +66,24 @@ class VirtualMessage:
         self.load(tag, meta, tensors)
 
     def load(self, tag: Tag, meta: Meta, tensors: Sequence[Tensor]) -> None:
-        """Fill the message; a later one may replace an unread one. What travels has no history."""
+        """Set the contents, also to replace those of an unread message. Tensors lose their autograd history."""
         self.tag = tag
         self.meta = meta
         self.tensors = tuple([x.detach() for x in tensors]) if tensors else ()
         self.nbytes = sum([x.nbytes for x in self.tensors]) if tensors else 0
-        self._seals = [Seal(x) for x in tensors if not x.is_meta]
+        self._guards = [SendGuard(x) for x in tensors if not x.is_meta]
 
     def release(self) -> None:
-        """Give the tensors and the credit back."""
+        """Give the tensors and the credit back to the sender; a second call does nothing."""
         if not self.released:
             self.released = True
-            self.lane.give_back(self._kernel)
-            for seal in self._seals:
-                if seal.broken():
+            self.channel.release(self._kernel)
+            for guard in self._guards:
+                if guard.broken():
                     raise ChangedInFlight(self.frm, self.tag)
 
     def keep(self) -> tuple[Tensor, ...]:
-        """Copy, then release."""
+        """Copy the tensors, release the message, return the copies."""
         copies = tuple(x.clone() for x in self.tensors)
         self.release()
         return copies

@@ -1,6 +1,6 @@
-"""Presence: which ranks are there right now, in order, all of them and those of each role.
+"""Presence: the sorted list of present ranks, of all roles and of each role.
 
-Everyone asks for its peers, and each time but few have come or gone: so the lists are kept, and not made anew.
+Every rank asks for its peers often, and few ranks join or leave in between: so the lists are updated, not rebuilt.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from collections.abc import Collection, Sequence
 
 
 class Presence:
-    """The ranks that have come and neither left nor were lost."""
+    """The ranks that have joined and have neither left nor been lost."""
 
-    def __init__(self, roles: Sequence[str], late: Collection[int]) -> None:
+    def __init__(self, roles: Sequence[str], pending_ranks: Collection[int]) -> None:
         self._roles = roles
-        self._here: dict[str | None, list[int]] = {role: [] for role in (None, *roles)}
+        self._present: dict[str | None, list[int]] = {role: [] for role in (None, *roles)}
         for rank in range(len(roles)):
-            if rank not in late:
-                self.come(rank)
+            if rank not in pending_ranks:
+                self.join(rank)
 
-    def come(self, rank: int) -> None:
-        """A rank is there from now on."""
-        insort(self._here[None], rank)
-        insort(self._here[self._roles[rank]], rank)
+    def join(self, rank: int) -> None:
+        """Add a rank."""
+        insort(self._present[None], rank)
+        insort(self._present[self._roles[rank]], rank)
 
-    def go(self, rank: int) -> None:
-        """It is no longer there; it may say so twice."""
+    def leave(self, rank: int) -> None:
+        """Remove a rank; a second call does nothing."""
         for role in (None, self._roles[rank]):
-            place, found = self._find(role, rank)
+            index, found = self._find(role, rank)
             if found:
-                del self._here[role][place]
+                del self._present[role][index]
 
     def others(self, role: str | None, rank: int) -> list[int]:
-        """All that are there and have this role, or any, but one."""
-        place, found = self._find(role, rank)
-        ranks = self._here.get(role, [])
-        return ranks[:place] + ranks[place + found :]
+        """The present ranks of this role, or of any, without `rank`."""
+        index, found = self._find(role, rank)
+        ranks = self._present.get(role, [])
+        return ranks[:index] + ranks[index + found :]
 
     def _find(self, role: str | None, rank: int) -> tuple[int, bool]:
-        """Where it stands, or would stand, among those of a role, and whether it does."""
-        ranks = self._here.get(role, [])
-        place = bisect_left(ranks, rank)
-        return place, ranks[place : place + 1] == [rank]
+        """The index of a rank among those of a role, or where it would be inserted, and whether it is present."""
+        ranks = self._present.get(role, [])
+        index = bisect_left(ranks, rank)
+        return index, ranks[index : index + 1] == [rank]

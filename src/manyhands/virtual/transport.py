@@ -1,4 +1,4 @@
-"""The port in virtual time: one rank's mailbox, lanes, memory and share of a host's cores."""
+"""The transport of virtual time: one rank's mailbox, channels, memory and share of a host's cores."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import ManyhandsError, MayNotWait, PeerLost, refuse_unless
-from manyhands.core.lending import inside_backward
-from manyhands.core.protocols import ANY, Collective, Meta, Tag
-from manyhands.virtual.kernel import Activity
-from manyhands.virtual.mailbox import Mailbox
-from manyhands.virtual.messages import Lane, VirtualMessage
-from manyhands.virtual.native import Native
+from manyhands.core.port import ANY, REFERENCE_BYTES, Collective, Meta, Tag, inside_backward, matches, overlap
+from manyhands.virtual.closed_form_collectives import ClosedFormCollective
+from manyhands.virtual.kernel import VirtualActivity
+from manyhands.virtual.mailbox import VirtualMailbox
+from manyhands.virtual.messages import VirtualChannel, VirtualMessage
 
 if TYPE_CHECKING:
     from manyhands.virtual.world import World
 
 
-class Waiter:
+class VirtualReceive:
     """An activity that waits for a message."""
 
     __slots__ = ("activity", "frm", "tags")
 
-    def __init__(self, activity: Activity, tags: tuple[Tag, ...], frm: int) -> None:
+    def __init__(self, activity: VirtualActivity, tags: tuple[Tag, ...], frm: int) -> None:
         self.activity = activity
         self.tags = tags
         self.frm = frm
@@ -39,38 +38,38 @@ class Waiter:
         return f"{' or '.join(map(str, self.tags))} from {sender}"
 
     def wants(self, message: VirtualMessage) -> bool:
-        return message.tag in self.tags and self.frm in (ANY, message.frm)
+        return self.frm in (ANY, message.frm) and matches(message.tag, self.tags)
 
-    def clashes(self, other: Waiter) -> bool:
+    def clashes(self, other: VirtualReceive) -> bool:
         same_sender = self.frm == other.frm or ANY in (self.frm, other.frm)
-        return same_sender and not set(self.tags).isdisjoint(other.tags)
+        return same_sender and overlap(self.tags, other.tags)
 
 
 class VirtualTransport:
     """One rank of a virtual cluster."""
 
-    plays = True
+    is_simulated = True
 
     def __init__(self, world: World, rank: int, speed: float) -> None:
         self.rank = rank
         self.size = world.cluster.size
         self.roles: Sequence[str] = world.roles
         self.role = world.roles[rank]
-        self.late: Collection[int] = world.cluster.late
+        self.pending_ranks: Collection[int] = world.cluster.pending_ranks
         self.hosts: Sequence[int] = world.hosts
         self.host = world.hosts[rank]
         self.bytes_sent = 0
         self.depth = 0
         self.speed = speed
-        self.activities: list[Activity] = []
+        self.activities: list[VirtualActivity] = []
         self._world = world
         self._kernel = world.kernel
-        self._queue = Mailbox()
-        self._waiters: list[Waiter] = []
-        self._lanes: dict[tuple[int, str], Lane] = {}
+        self._queue = VirtualMailbox()
+        self._waiters: list[VirtualReceive] = []
+        self._channels: dict[tuple[int, str], VirtualChannel] = {}
         self._in_flight = 0
-        self._flushing: list[Activity] = []
-        self._debt = 0.0
+        self._flushing: list[VirtualActivity] = []
+        self._deferred = 0.0
         self._sending = 0.0
         self._cpu_per_byte = world.cluster.cpu_per_byte
         jitter = world.cluster.jitter
@@ -80,35 +79,35 @@ class VirtualTransport:
     # -- messages ---------------------------------------------------------------------------------
 
     def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False) -> None:
-        lane = self._lanes.get((to, tag.name))
-        if lane is None:
-            lane = self._lanes[to, tag.name] = Lane()
-        if latest and lane.last is not None and not lane.last.received:
-            lane.last.load(tag, meta, tensors)
-            self._world.ranks[to].look_again(lane.last)
+        channel = self._channels.get((to, tag.name))
+        if channel is None:
+            channel = self._channels[to, tag.name] = VirtualChannel()
+        if latest and channel.last is not None and not channel.last.received:
+            channel.last.load(tag, meta, tensors)
+            self._world.ranks[to].redeliver(channel.last)
             return
         gone = self._world.gone
-        while lane.out >= tag.credit and to not in gone:
+        while channel.in_flight >= tag.credit and to not in gone:
             self._kernel.may_wait("credit to send", tag, "to rank", to)
-            self._await_credit(to, tag, lane)
+            self._await_credit(to, tag, channel)
         if to in gone:
             return
-        lane.out += 1
-        message = lane.last = VirtualMessage(self._kernel, lane, self.rank, tag, meta, tensors, self.depth + 1)
+        channel.in_flight += 1
+        message = channel.last = VirtualMessage(self._kernel, channel, self.rank, tag, meta, tensors, self.depth + 1)
         if to == self.rank:
             self.deliver(message)
             return
         self.bytes_sent += message.nbytes
         self._in_flight += 1
         if self._cpu_per_byte:
-            self._charge(to, message.nbytes)
+            self._charge_link(to, message.nbytes)
         self._world.network.carry(self.rank, to, message.nbytes, (self, to, message))
 
-    def _await_credit(self, to: int, tag: Tag, lane: Lane) -> None:
-        """It counts as sending, not as waiting for others."""
+    def _await_credit(self, to: int, tag: Tag, channel: VirtualChannel) -> None:
+        """Wait for credit; it counts as time spent sending, not as waiting for others."""
         me, began = self._kernel.current, self._kernel.now
         waited = me.waited
-        lane.blocked.append(me)
+        channel.blocked.append(me)
         try:
             self._wait_on(to, "credit to send", tag, "to rank", to)
         finally:
@@ -121,8 +120,8 @@ class VirtualTransport:
             raise MayNotWait(f"rank {self.rank} may not receive inside a backward pass")
         message = self._queue.take(tags, frm) if self._queue else None
         if message is None:
-            self._tell_loss(frm)
-            message = self._wait_for(Waiter(self._kernel.current, tags, frm), timeout)
+            self._raise_loss(frm)
+            message = self._wait_for(VirtualReceive(self._kernel.current, tags, frm), timeout)
             if message is None:
                 return None
         message.received = True
@@ -131,16 +130,16 @@ class VirtualTransport:
         if not message.tensors:
             message.release()
         if self._cpu_per_byte:
-            self._charge(message.frm, message.nbytes)
+            self._charge_link(message.frm, message.nbytes)
         return message
 
-    def _wait_for(self, waiter: Waiter, timeout: float | None) -> VirtualMessage | None:
+    def _wait_for(self, waiter: VirtualReceive, timeout: float | None) -> VirtualMessage | None:
         for other in self._waiters:
             if waiter.clashes(other):
-                raise ManyhandsError(f"two activities of rank {self.rank} wait for {waiter.tags[0]} at once")
+                raise ManyhandsError(f"two activities of rank {self.rank} wait for {waiter.tags[0]} at the same time")
         self._waiters.append(waiter)
         if timeout is not None:
-            self._kernel.at(self._kernel.now + timeout, self._give_up, waiter)
+            self._kernel.at(self._kernel.now + timeout, self._time_out, waiter)
         try:
             message: VirtualMessage | None = self._wait_on(waiter.frm, waiter)
         except BaseException:
@@ -150,7 +149,7 @@ class VirtualTransport:
         return message
 
     def _wait_on(self, rank: int, *why: Any) -> Any:
-        """Wait, and hear of it if this rank leaves meanwhile."""
+        """Wait, and be woken if `rank` leaves or is lost before."""
         watchers = self._world.watchers[rank]
         watchers[self] = watchers.get(self, 0) + 1
         try:
@@ -160,13 +159,13 @@ class VirtualTransport:
             if not watchers[self]:
                 del watchers[self]
 
-    def _give_up(self, waiter: Waiter) -> None:
+    def _time_out(self, waiter: VirtualReceive) -> None:
         if waiter in self._waiters:
             self._waiters.remove(waiter)
             self._kernel.wake(waiter.activity)
 
     def deliver(self, message: VirtualMessage) -> None:
-        """A message has arrived: hand it to whoever waits for it, or queue it."""
+        """A message has arrived: hand it to the activity that waits for it, or queue it."""
         for waiter in self._waiters:
             if waiter.wants(message):
                 self._waiters.remove(waiter)
@@ -174,8 +173,8 @@ class VirtualTransport:
                 return
         self._queue.add(message)
 
-    def look_again(self, message: VirtualMessage) -> None:
-        """A message was replaced: if it had arrived, somebody may be waiting for it now."""
+    def redeliver(self, message: VirtualMessage) -> None:
+        """The contents of a message were replaced: if it is queued, an activity may be waiting for its new tag."""
         if message in self._queue:
             self._queue.remove(message)
             self.deliver(message)
@@ -189,25 +188,25 @@ class VirtualTransport:
 
     # -- losses -----------------------------------------------------------------------------------
 
-    def _tell_loss(self, frm: int) -> None:
+    def _raise_loss(self, frm: int) -> None:
         me, lost = self._kernel.current, self._world.lost
-        if frm == ANY and me.losses_told < len(lost):
-            me.losses_told += 1
-            raise PeerLost(*lost[me.losses_told - 1])
+        if frm == ANY and me.losses_raised < len(lost):
+            me.losses_raised += 1
+            raise PeerLost(*lost[me.losses_raised - 1])
         if frm != ANY and (why := self._world.why_gone(frm)):
             raise PeerLost(frm, why)
 
     def notice(self, rank: int, why: str, lost: bool) -> None:
-        """Another rank is gone: wake whoever waits for it, and free what was to be sent to it."""
+        """Another rank is gone: wake the activities that wait for its messages or its credit."""
         for waiter in list(self._waiters):
             if waiter.frm == rank or (lost and waiter.frm == ANY):
                 if waiter.frm == ANY:
-                    waiter.activity.losses_told += 1
+                    waiter.activity.losses_raised += 1
                 self._waiters.remove(waiter)
                 self._kernel.wake(waiter.activity, PeerLost(rank, why))
-        for (to, _), lane in self._lanes.items():
-            while to == rank and lane.blocked:
-                self._kernel.wake(lane.blocked.popleft())
+        for (to, _), channel in self._channels.items():
+            while to == rank and channel.blocked:
+                self._kernel.wake(channel.blocked.popleft())
 
     # -- memory, cores, time ----------------------------------------------------------------------
 
@@ -231,11 +230,11 @@ class VirtualTransport:
             if queue and was_first:
                 self._kernel.wake(queue[0])
 
-    def spawn(self, activity: Callable[[], None], *, daemon: bool = False) -> Activity:
+    def spawn(self, activity: Callable[[], None], *, daemon: bool = False) -> VirtualActivity:
         name = f"{self.role} {self.rank} ({getattr(activity, '__name__', 'activity')})"
         return self._start(activity, name, daemon)
 
-    def _start(self, run: Callable[[], None], name: str, daemon: bool = False) -> Activity:
+    def _start(self, run: Callable[[], None], name: str, daemon: bool = False) -> VirtualActivity:
         activity = self._kernel.spawn(run, name, self.rank, daemon)
         self.activities.append(activity)
         return activity
@@ -244,27 +243,37 @@ class VirtualTransport:
         """Start the rank's main program."""
         self._start(program, f"{self.role} {self.rank}")
 
-    def spend(self, seconds: float, *, moving: bool = False) -> None:
-        if inside_backward():
-            raise MayNotWait(f"rank {self.rank} may not spend time inside a backward pass")
-        refuse_unless(seconds >= 0, "seconds to spend", seconds, ">= 0")
-        if self._turns is not None:
-            if not moving and self.role == "worker":
-                self._kernel.sleep_until(next(self._turns))
-        elif seconds or self._debt:
-            noise = math.exp(self._world.cluster.jitter * self._noise.gauss(0, 1)) if self._noise else 1.0
-            seconds, self._debt = seconds * noise + self._debt, 0.0
-            self._world.cores[self.host].spend(seconds / self.speed)
+    def charge_compute(self, seconds: float) -> None:
+        if self._turns is None or self.role != "worker":
+            self._charge(seconds)
+        elif self._may_charge(seconds):
+            self._kernel.sleep_until(next(self._turns))
 
-    def _charge(self, other: int, nbytes: int) -> None:
-        """The cores' part of moving bytes between hosts; inside a backward pass it is paid later."""
+    def charge_copy(self, nbytes: int) -> None:
+        self._charge(nbytes / REFERENCE_BYTES)
+
+    def _may_charge(self, seconds: float) -> bool:
+        """Always true; raises inside a backward pass, or if `seconds` is negative."""
+        if inside_backward():
+            raise MayNotWait(f"rank {self.rank} may not charge time inside a backward pass")
+        refuse_unless(seconds >= 0, "seconds to charge", seconds, ">= 0")
+        return True
+
+    def _charge(self, seconds: float) -> None:
+        if self._may_charge(seconds) and self._turns is None and (seconds or self._deferred):
+            noise = math.exp(self._world.cluster.jitter * self._noise.gauss(0, 1)) if self._noise else 1.0
+            seconds, self._deferred = seconds * noise + self._deferred, 0.0
+            self._world.cores[self.host].charge(seconds / self.speed)
+
+    def _charge_link(self, other: int, nbytes: int) -> None:
+        """Charge the CPU time of moving bytes between hosts; inside a backward pass it is added to the next charge."""
         cost = nbytes * self._cpu_per_byte
         if cost and self.hosts[other] != self.host:
             if inside_backward():
-                self._debt += cost
+                self._deferred += cost
             else:
                 began = self._kernel.now
-                self.spend(cost, moving=True)
+                self._charge(cost)
                 if self._kernel.current is self.activities[0]:
                     self._sending += self._kernel.now - began
 
@@ -296,4 +305,4 @@ class VirtualTransport:
         return self._world.present.others(role, self.rank)
 
     def collective(self, group: Sequence[int]) -> Collective:
-        return Native(self._world, self, group)
+        return ClosedFormCollective(self._world, self, group)

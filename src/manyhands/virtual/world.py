@@ -1,4 +1,4 @@
-"""The virtual world: builds a cluster's ranks, plays their programs, breaks what is to break."""
+"""The virtual world: creates a cluster's ranks, runs their programs, and injects its faults."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import ManyhandsError, PeerLost
-from manyhands.core.protocols import Transport
+from manyhands.core.port import Transport
+from manyhands.core.units import bytes_per_second, seconds
+from manyhands.virtual.closed_form_collectives import CallGroup, CollectiveCall
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.cores import Cores
 from manyhands.virtual.faults import Fault, Slow, SlowLink
-from manyhands.virtual.kernel import Activity, Kernel
+from manyhands.virtual.kernel import Kernel, VirtualActivity
 from manyhands.virtual.links import Network
 from manyhands.virtual.messages import VirtualMessage
-from manyhands.virtual.native import Meeting, Room
 from manyhands.virtual.presence import Presence
 from manyhands.virtual.transport import VirtualTransport
-from manyhands.virtual.units import bytes_per_second, seconds
 
 YOUNG = 100_000
-"""How many objects may be new before Python looks for cycles among them."""
+"""New objects between two runs of Python's cyclic garbage collector."""
 
 
 class World:
@@ -38,13 +38,13 @@ class World:
         self.kernel = Kernel()
         self.hosts = cluster.placement()
         self.lost: list[tuple[int, str]] = []
-        self.locks: dict[tuple[int, str], deque[Activity]] = {}
-        self.rooms: dict[Sequence[int], Room] = {}
-        self.meetings: dict[Room, Meeting] = {}
-        self.gone: dict[int, str] = dict.fromkeys(cluster.late, "it has not come yet")
-        """Why a rank is not there."""
+        self.locks: dict[tuple[int, str], deque[VirtualActivity]] = {}
+        self.call_groups: dict[Sequence[int], CallGroup] = {}
+        self.calls: dict[CallGroup, CollectiveCall] = {}
+        self.gone: dict[int, str] = dict.fromkeys(cluster.pending_ranks, "it has not joined yet")
+        """Why a rank is absent, for every absent rank."""
         self.watchers: dict[int, dict[VirtualTransport, int]] = {rank: {} for rank in range(-1, cluster.size)}
-        """Who waits for a rank right now (ANY is -1)."""
+        """The transports with an activity that waits for a rank (ANY is -1), and how many of them."""
         self._memory: dict[tuple[int, str], Tensor] = {}
         self._latency = seconds(cluster.latency), seconds(cluster.local_latency)
         self._rate = bytes_per_second(cluster.bandwidth), bytes_per_second(cluster.local_bandwidth)
@@ -54,9 +54,9 @@ class World:
         others = cluster.size - cluster.workers
         speeds = [*(cluster.speeds or [1.0] * cluster.workers), *([1.0] * others)]
         self.roles = ["worker"] * (cluster.size - cluster.servers) + ["server"] * cluster.servers
-        self.present = Presence(self.roles, cluster.late)
+        self.present = Presence(self.roles, cluster.pending_ranks)
         self.ranks = [VirtualTransport(self, rank, speeds[rank]) for rank in range(cluster.size)]
-        self._foresee_faults()
+        self._schedule_faults()
 
     def _links(self) -> Network:
         (latency, local_latency), (rate, local_rate) = self._latency, self._rate
@@ -70,20 +70,20 @@ class World:
             deliver=self._deliver,
         )
 
-    def _foresee_faults(self) -> None:
+    def _schedule_faults(self) -> None:
         cluster = self.cluster
         for fault in [*cluster.slow, *(one for one in cluster.faults if not isinstance(one, Slow))]:
             if isinstance(fault, Slow | SlowLink) and not seconds(fault.at):
-                self._break(fault)  # in force before anybody begins
+                self._inject(fault)  # in force before any rank begins
             else:
-                self.kernel.at(seconds(fault.at), self._break, fault)
+                self.kernel.at(seconds(fault.at), self._inject, fault)
 
     def turns(self, rank: int) -> Iterator[float] | None:
         """When this rank's gradients end, if the cluster prescribes an order of events."""
         if self.cluster.turns is not None:
             return iter(lambda: self.kernel.now, None)
         if self.cluster.order is not None:
-            return (place + 1.0 for place, who in enumerate(self.cluster.order) if who == rank)
+            return (index + 1.0 for index, one in enumerate(self.cluster.order) if one == rank)
         return None
 
     def link(self, group: Sequence[int]) -> tuple[float, float]:
@@ -92,7 +92,7 @@ class World:
         return self._latency[local], self._rate[local]
 
     def shared(self, host: int, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """One memory per host and name."""
+        """Zeroed memory, one for each host and name."""
         memory = self._memory.get((host, name))
         if memory is None:
             memory = self._memory[host, name] = torch.zeros(numel, dtype=dtype)
@@ -100,8 +100,8 @@ class World:
             raise ManyhandsError(f"shared memory {name!r} has {memory.numel()} {memory.dtype}, not {numel} {dtype}")
         return memory
 
-    def _deliver(self, parcel: tuple[VirtualTransport, int, VirtualMessage]) -> None:
-        sender, to, message = parcel
+    def _deliver(self, delivery: tuple[VirtualTransport, int, VirtualMessage]) -> None:
+        sender, to, message = delivery
         if sender.rank in self.gone and self.gone[sender.rank] != "left":
             return
         sender.sent()
@@ -113,25 +113,25 @@ class World:
     def why_gone(self, rank: int) -> str | None:
         return self.gone.get(rank)
 
-    def come(self, newcomer: tuple[int, Callable[[], None]]) -> None:
-        """A rank is there from now on, and begins its program."""
-        rank, program = newcomer
+    def join(self, joiner: tuple[int, Callable[[], None]]) -> None:
+        """A pending rank joins, and begins its program."""
+        rank, program = joiner
         del self.gone[rank]
-        self.present.come(rank)
+        self.present.join(rank)
         self.ranks[rank].begin(program)
 
     def leave(self, rank: int) -> None:
-        """A rank says good-bye."""
+        """A clean exit of a rank."""
         self.gone[rank] = "left"
-        self.present.go(rank)
+        self.present.leave(rank)
         self._announce(rank, "left", lost=False)
 
     def lose(self, rank: int, why: str) -> None:
-        """A rank is gone for good: fence it, then tell the others."""
+        """A rank is lost: fence it, then notify the others."""
         if rank in self.gone:
             return
         self.gone[rank] = why
-        self.present.go(rank)
+        self.present.leave(rank)
         self.lost.append((rank, why))
         for activity in self.ranks[rank].activities:
             self.kernel.kill(activity)
@@ -143,13 +143,13 @@ class World:
         for one in self.ranks if lost else list(self.watchers[rank]):
             if one.rank not in self.gone:
                 one.notice(rank, why, lost)
-        for room, meeting in list(self.meetings.items()):
-            if rank in room.group:
-                del self.meetings[room]
-                for activity in meeting.waiting:
+        for group, call in list(self.calls.items()):
+            if rank in group.group:
+                del self.calls[group]
+                for activity in call.waiting:
                     self.kernel.wake(activity, PeerLost(rank, why))
 
-    def _break(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         if isinstance(fault, Slow):
             for rank in fault.ranks:
                 self.ranks[rank].speed /= fault.factor
@@ -161,7 +161,7 @@ class World:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out of a run in virtual time."""
+    """The outcome of a run in virtual time."""
 
     results: list[Any]
     seconds: float
@@ -183,12 +183,12 @@ def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 
         return run
 
     for rank in world.ranks:
-        if rank.rank in cluster.late:
-            at = seconds(cluster.newcomers[cluster.late.index(rank.rank)])
-            world.kernel.at(at, world.come, (rank.rank, main(rank)))
+        if rank.rank in cluster.pending_ranks:
+            at = seconds(cluster.newcomers[cluster.pending_ranks.index(rank.rank)])
+            world.kernel.at(at, world.join, (rank.rank, main(rank)))
         else:
             rank.begin(main(rank))
-    with _at_ease():
+    with _simulation_settings():
         world.kernel.run()
     sent = [rank.bytes_sent for rank in world.ranks]
     depth = max(rank.depth for rank in world.ranks)
@@ -196,11 +196,11 @@ def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 
 
 
 @contextmanager
-def _at_ease() -> Iterator[None]:
-    """One thread for torch; and Python looks for cycles more seldom.
+def _simulation_settings() -> Iterator[None]:
+    """One thread for torch, and fewer runs of the garbage collector.
 
-    What ranks have on its way lives for a moment, but outlives many a search of the usual kind, and is then taken for
-    something that stays: so everything that stays is searched again and again.
+    Messages in transit are short-lived, but survive several collections at the default threshold and are promoted to
+    the old generation, which makes Python scan all old objects again and again.
     """
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
@@ -213,5 +213,5 @@ def _at_ease() -> Iterator[None]:
 
 
 def on_ranks(ranks: int, program: Callable[[Transport], Any], cluster: Cluster | None = None) -> Simulation:
-    """Run a function on some virtual ranks and count bytes and rounds: for studying collectives."""
+    """Run a function on some virtual ranks and count bytes and rounds, to study collectives."""
     return simulate(cluster or Cluster(workers=ranks), program)

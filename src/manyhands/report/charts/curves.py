@@ -1,22 +1,22 @@
-"""Loss and accuracy on the way: over time, samples or bytes, all on one axis that can be switched."""
+"""Loss and accuracy during training, over time, samples or bytes, on one axis that can be switched."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, number, numbers, thin
-from manyhands.report.groups import Member, Section
-from manyhands.report.look import colour, line, marker, plural, share_text
+from manyhands.report.chart import Chart, Figure, ReportPart, Table, View, axis, escaped, number, numbers, thin
+from manyhands.report.groups import GroupedRun, Section
 from manyhands.report.measures import Curve
+from manyhands.report.theme import colour, line, marker, plural, share_text
 
 AXES = ("seconds", "samples", "bytes")
 WHAT = ("loss", "accuracy")
 LOGARITHMIC = 10.0
-"""From this ratio of the largest loss to the smallest on, the axis of losses is logarithmic."""
+"""The ratio of the largest loss to the smallest from which the axis of losses is logarithmic."""
 
-Drawn = tuple[Member, str, dict[str, list[Any]]]
-"""A run, what is measured, and the columns of its curve."""
+Drawn = tuple[GroupedRun, str, dict[str, list[Any]]]
+"""A run, the measure, and the columns of its curve."""
 
 
 def curves(section: Section) -> Chart:
@@ -26,24 +26,24 @@ def curves(section: Section) -> Chart:
     ]
     lines = [one for one in lines if one[2]["values"]]
     parts = [
-        Part((member.name, str(member.run.seed), what), (*(columns[name] for name in AXES), columns["values"]))
+        ReportPart((member.name, str(member.run.seed), what), (*(columns[name] for name in AXES), columns["values"]))
         for member, what, columns in lines
     ]
     views = [View(label, _figure(section, lines, name, label)) for name, label in labels(section).items()]
     return Chart(
         "curves",
-        "Loss and accuracy on the way",
+        "Loss and accuracy during training",
         _summary(section),
         Table(("method", "seed", "measure", section.seconds, "samples", "bytes", "value"), parts),
         views,
         switch="Over",
         about="Loss of mini-batches, averaged over a moving window, and accuracy on test data. "
-        "Thin lines are further seeds. Pauses for evaluation do not count; samples and bytes are those of all workers.",
+        "Thin lines are further seeds. Pauses for evaluation are left out; samples and bytes are those of all workers.",
     )
 
 
 def labels(section: Section) -> dict[str, str]:
-    """What each axis is called."""
+    """The titles of the axes."""
     return {"seconds": section.seconds, "samples": "samples", "bytes": "bytes sent"}
 
 
@@ -52,7 +52,7 @@ def _columns(curve: Curve) -> dict[str, list[Any]]:
 
 
 def _figure(section: Section, lines: list[Drawn], name: str, label: str) -> Figure:
-    """Losses above, accuracies below, one axis for both; only one of them if there is nothing of the other."""
+    """Losses above, accuracies below, with one x axis; one of them alone if the other has no values."""
     shown = [what for what in WHAT if any(one == what for _, one, _ in lines)] or ["loss"]
     typical = {group.name: group.typical for group in section.groups}
     data = []
@@ -77,9 +77,9 @@ def _heights(lines: list[Drawn], shown: list[str]) -> dict[str, Any]:
     return dict(zip(("yaxis", "yaxis2"), axes, strict=False))
 
 
-def _trace(member: Member, what: str, values: list[Any], bold: bool) -> dict[str, Any]:
-    """The run in the middle of its group boldly, the others thinly."""
-    style = line(member.place, width=2.2) if bold else {"color": colour(member.place), "width": 1}
+def _trace(member: GroupedRun, what: str, values: list[Any], bold: bool) -> dict[str, Any]:
+    """A thick line for the median run of a group, thin lines for the others."""
+    style = line(member.index, width=2.2) if bold else {"color": colour(member.index), "width": 1}
     return {
         "type": "scatter",
         "mode": "lines+markers" if (bold and what == "accuracy") or len(values) == 1 else "lines",
@@ -87,18 +87,18 @@ def _trace(member: Member, what: str, values: list[Any], bold: bool) -> dict[str
         "legendgroup": escaped(member.name),
         "y": values,
         "line": style,
-        "marker": marker(member.place, size=7),
+        "marker": marker(member.index, size=7),
         "opacity": 1 if bold else 0.4,
     }
 
 
-def _hover(member: Member, what: str, name: str) -> dict[str, str]:
+def _hover(member: GroupedRun, what: str, name: str) -> dict[str, str]:
     unit = {"bytes": "%{x:.4s}B", "samples": "%{x:,} samples", "seconds": "%{x:.4g} s"}[name]
     return {"hovertemplate": f"{escaped(member.label)}<br>{what} %{{y:.4g}} at {unit}<extra></extra>"}
 
 
 def _logarithmic(lines: list[Drawn]) -> dict[str, Any]:
-    """An axis for losses of several magnitudes, with numbers that people know; nothing if there are none."""
+    """A logarithmic axis if the losses span several magnitudes, with round numbers as ticks."""
     losses = [value for _, what, columns in lines if what == "loss" for value in columns["values"]]
     if not losses or min(losses) <= 0 or max(losses) / min(losses) < LOGARITHMIC:
         return {}

@@ -1,7 +1,7 @@
-"""Pareto: what a method costs, in two ways at once. Nobody is better in both than those on the front.
+"""Pareto: two costs of each method against each other. No method is better in both than one on the front.
 
 bytes |  o                     With a target: time, bytes and memory until it was reached.
-      |  *---.    o            Without one: how good the answer is, and what it took.
+      |  *---.    o            Without one: final accuracy or loss, against time and bytes.
       |      *---.
       |          *             * on the front, o not
       +--------------- seconds
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, number
-from manyhands.report.groups import Group, Section
-from manyhands.report.look import colour, marker, plural
+from manyhands.report.chart import Chart, Figure, ReportPart, Table, View, axis, escaped, number
+from manyhands.report.groups import RunGroup, Section
+from manyhands.report.theme import colour, marker, plural
 
 BYTES = {"tickformat": "~s", "ticksuffix": "B", "rangemode": "tozero"}
 PLAIN = {"rangemode": "tozero"}
@@ -24,7 +24,7 @@ SCORES = {"accuracy": {"tickformat": ".1%"}, "loss": {"rangemode": "tozero"}}
 
 @dataclass(frozen=True)
 class Side:
-    """One axis: the key of `totals`, what it is called, how it is written, and whether less is better."""
+    """One axis: the key of `totals`, its names and format, and whether less is better."""
 
     key: str
     short: str
@@ -35,9 +35,9 @@ class Side:
 
 @dataclass(frozen=True)
 class Point:
-    """A group, by the medians of its runs."""
+    """A group at the medians of its runs."""
 
-    group: Group
+    group: RunGroup
     x: float
     y: float
     runs: list[tuple[float, float]]
@@ -46,7 +46,7 @@ class Point:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Which points nobody beats: no other is at least as low in both and lower in one."""
+    """Which points are on the front: no other is at least as low in both and lower in one."""
     return [not any(a <= x and b <= y and (a, b) != (x, y) for a, b in points) for x, y in points]
 
 
@@ -58,7 +58,7 @@ def pareto(section: Section) -> Chart:
     views = [View(_label(section, x, y), _figure(x, y, some), _missing(section, some)) for x, y, some in points]
     return Chart(
         "pareto",
-        "What it takes" if section.target is None else f"What it takes to reach {section.target}",
+        "Cost" if section.target is None else f"Cost to reach {section.target}",
         _summary(points[0][2], *pairs[0]),
         Table(("method", "across", "up", "point", "across, value", "up, value"), parts),
         views,
@@ -68,13 +68,13 @@ def pareto(section: Section) -> Chart:
     )
 
 
-def _part(point: Point, x: Side, y: Side) -> Part:
+def _part(point: Point, x: Side, y: Side) -> ReportPart:
     """Rows for the median and for every run."""
     median = f"median of {plural(len(point.runs), 'run')}{', on the front' if point.front else ''}"
     names = [median, *(f"seed {seed}" for seed in point.seeds)]
     pairs = [(point.x, point.y), *point.runs]
     columns = (names, [number(a) for a, _ in pairs], [number(b) for _, b in pairs])
-    return Part((point.group.name, x.title, y.title), columns)
+    return ReportPart((point.group.name, x.title, y.title), columns)
 
 
 def _label(section: Section, x: Side, y: Side) -> str:
@@ -145,7 +145,7 @@ def _small(point: Point) -> dict[str, Any]:
         "showlegend": False,
         "x": [number(a) for a, _ in point.runs],
         "y": [number(b) for _, b in point.runs],
-        "marker": marker(point.group.place, size=6, opacity=0.5),
+        "marker": marker(point.group.index, size=6, opacity=0.5),
         "hoverinfo": "skip",
     }
 
@@ -157,7 +157,7 @@ def _large(point: Point, x: Side, y: Side) -> dict[str, Any]:
         "showlegend": True,
         "x": [number(point.x)],
         "y": [number(point.y)],
-        "marker": marker(point.group.place, size=13),
+        "marker": marker(point.group.index, size=13),
         "hoverinfo": "all",
         "hovertemplate": f"{name}<br>{x.title} {_format(x)('x')}<br>{y.title} {_format(y)('y')}<extra></extra>",
     }
@@ -169,7 +169,7 @@ def _format(side: Side) -> Callable[[str], str]:
 
 
 def _missing(section: Section, points: Sequence[Point]) -> str:
-    """Who has no point, and who only of some runs."""
+    """The groups without a point, and those with points of some runs only."""
     drawn = {point.group.name: len(point.runs) for point in points}
     absent = [group.name for group in section.groups if group.name not in drawn]
     some = [
@@ -185,4 +185,4 @@ def _summary(points: Sequence[Point], x: Side, y: Side) -> str:
     names = ", ".join(point.group.name for point in points if point.front)
     if not names:
         return "No run has a point here."
-    return f"Points of {y.title} against {x.title}; nobody beats {names} in both."
+    return f"Points of {y.title} against {x.title}; on the front: {names}."

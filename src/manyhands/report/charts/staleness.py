@@ -1,4 +1,4 @@
-"""Staleness: how many updates of others a gradient had missed when it was used, in shares of the steps."""
+"""Staleness: a histogram of the lag of gradients, in shares of the steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter
 from statistics import fmean
 from typing import Any
 
-from manyhands.report.chart import Chart, Part, Table, View, axis, escaped, number, numbers
-from manyhands.report.groups import Group, Section
-from manyhands.report.look import bar
+from manyhands.report.chart import Chart, ReportPart, Table, View, axis, escaped, number, numbers
+from manyhands.report.groups import RunGroup, Section
+from manyhands.report.theme import bar
 
 BINS = 40
-"""More bars than this are put together."""
+"""The most bars; wider bins if there would be more."""
 LAYOUT = {
     "barmode": "group",
     "bargap": 0.15,
@@ -34,24 +34,26 @@ def staleness(section: Section) -> Chart:
         "staleness",
         "Staleness",
         _summary(lags),
-        Table(("method", "lag", "share of steps"), [Part((name,), (ticks, some)) for name, some in shares.items()]),
+        Table(
+            ("method", "lag", "share of steps"), [ReportPart((name,), (ticks, some)) for name, some in shares.items()]
+        ),
         [View("", {"data": [_bars(group, ticks, shares[group.name]) for group in section.groups], "layout": LAYOUT})],
-        about="How many updates the weights had seen between being read for a gradient and receiving it.",
+        about="The number of updates between reading the weights for a gradient and applying it.",
     )
 
 
-def _bars(group: Group, ticks: list[str], shares: list[float | int]) -> dict[str, Any]:
+def _bars(group: RunGroup, ticks: list[str], shares: list[float | int]) -> dict[str, Any]:
     return {
         "type": "bar",
         "name": escaped(group.name),
         "x": ticks,
         "y": shares,
-        "marker": bar(group.place),
+        "marker": bar(group.index),
         "hovertemplate": f"{escaped(group.name)}<br>lag %{{x}}: %{{y:.1%}} of the steps<extra></extra>",
     }
 
 
-def _lags(group: Group) -> list[int]:
+def _lags(group: RunGroup) -> list[int]:
     return [lag for member in group.members for lag in member.measures.lags]
 
 
@@ -64,4 +66,4 @@ def _summary(lags: dict[str, list[int]]) -> str:
     means = ", ".join(
         f"{name} {number(round(fmean(some), 2)):g} (at most {max(some)})" for name, some in lags.items() if some
     )
-    return f"Bars of how stale gradients were; mean lag: {means}." if means else "Nobody took a step."
+    return f"Bars of how stale gradients were; mean lag: {means}." if means else "No rank took a step."

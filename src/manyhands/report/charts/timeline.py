@@ -1,4 +1,4 @@
-"""The timeline of every rank: what it did when, in a window that is short enough to see single steps.
+"""The timeline of every rank: its activities in a window short enough to show single steps.
 
 rank 0  |==compute==|
 rank 1  |=compute=|  wait  |
@@ -11,25 +11,25 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from manyhands.report.chart import Chart, Figure, Part, Table, View, axis, escaped, number, numbers
-from manyhands.report.charts.spent import slowest
-from manyhands.report.groups import Member, Section
-from manyhands.report.look import ACTIVITIES, LIGHT, colour, plural
-from manyhands.report.moments import Incident, Segment, incidents, segments
+from manyhands.report.chart import Chart, Figure, ReportPart, Table, View, axis, escaped, number, numbers
+from manyhands.report.charts.time_breakdown import slowest
+from manyhands.report.groups import GroupedRun, Section
+from manyhands.report.moments import Incident, TimelineSegment, incidents, segments
+from manyhands.report.theme import ACTIVITIES, LIGHT, colour, plural
 
 STEPS = 40
-"""Of each rank, so that single ones can be seen."""
+"""The steps of each rank in one view, so few that single ones can be seen."""
 BARS = 2000
-"""Of one view at most."""
+"""The most bars of one view."""
 ALL_BARS = 10000
-"""Of all views together, as far as each can have enough."""
+"""The most bars of all views together, unless a view would have fewer than `FEWEST`."""
 FEWEST = 250
 
 Window = tuple[float, float]
 
 
 def timeline(section: Section) -> Chart:
-    """For each run its beginning and, if a rank was lost later, what happened around that."""
+    """For each run a view of its beginning and, if a rank was lost later, one around that moment."""
     members = [member for member in section.members if member.run.steps]
     limit = max(FEWEST, min(BARS, ALL_BARS // max(1, len(members))))
     views, parts = [], []
@@ -37,7 +37,7 @@ def timeline(section: Section) -> Chart:
         for label, drawn, window in _windows(member, limit):
             columns = _columns(drawn)
             views.append(_view(section, member, label, columns, window))
-            parts += [Part((label, activity), tuple(lists)) for activity, lists in columns.items()]
+            parts += [ReportPart((label, activity), tuple(lists)) for activity, lists in columns.items()]
             parts += _incident_parts(label, _within(member, window))
     return Chart(
         "timeline",
@@ -46,15 +46,15 @@ def timeline(section: Section) -> Chart:
         Table(("run", "what", "rank", "from, s", "for, s"), parts),
         views,
         switch="Run",
-        about="What each rank did when. Shaded: everyone pauses for an evaluation or a checkpoint. "
-        "With a mouse, drag to look closer.",
+        about="The activities of each rank over time. Shaded: all workers pause for an evaluation or a checkpoint. "
+        "Drag with the mouse to zoom in.",
         beside=("trace.json", "All steps of all runs as a trace for Perfetto or chrome://tracing"),
         many=True,
     )
 
 
-def _windows(member: Member, limit: int) -> list[tuple[str, list[Segment], Window]]:
-    """The first steps; and those around the first loss, if it comes later."""
+def _windows(member: GroupedRun, limit: int) -> list[tuple[str, list[TimelineSegment], Window]]:
+    """The first steps and, if a rank was lost after them, the steps around its loss."""
     steps = member.run.steps
     ranks = set(slowest(member)[0])
     own = [line for line in steps if line["rank"] in ranks]
@@ -64,9 +64,9 @@ def _windows(member: Member, limit: int) -> list[tuple[str, list[Segment], Windo
     found = [(member.label, first, window)]
     lost = next((one for one in incidents(member.run) if one.kind == "lost"), None)
     if lost is not None and lost.at > window[1]:
-        place = sum(line["time"] <= lost.at for line in own)
+        index = sum(line["time"] <= lost.at for line in own)
         half = min(STEPS * len(ranks), limit // 4) // 2
-        near = own[max(0, place - half) : place + half]
+        near = own[max(0, index - half) : index + half]
         drawn = list(islice((segment for line in near for segment in segments(line)), limit))
         if drawn:
             around = _start(drawn), max(_end(drawn), lost.at)
@@ -74,16 +74,16 @@ def _windows(member: Member, limit: int) -> list[tuple[str, list[Segment], Windo
     return found
 
 
-def _start(drawn: Sequence[Segment]) -> float:
+def _start(drawn: Sequence[TimelineSegment]) -> float:
     return min((segment.start for segment in drawn), default=0.0)
 
 
-def _end(drawn: Sequence[Segment]) -> float:
+def _end(drawn: Sequence[TimelineSegment]) -> float:
     return max((segment.start + segment.seconds for segment in drawn), default=0.0)
 
 
-def _columns(drawn: Sequence[Segment]) -> dict[str, list[list[Any]]]:
-    """By activity: ranks, starts, lengths."""
+def _columns(drawn: Sequence[TimelineSegment]) -> dict[str, list[list[Any]]]:
+    """Ranks, starts and lengths, by activity."""
     found: dict[str, list[list[Any]]] = {}
     for activity in ACTIVITIES:
         some = [segment for segment in drawn if segment.activity == activity]
@@ -93,7 +93,9 @@ def _columns(drawn: Sequence[Segment]) -> dict[str, list[list[Any]]]:
     return found
 
 
-def _view(section: Section, member: Member, label: str, columns: dict[str, list[list[Any]]], window: Window) -> View:
+def _view(
+    section: Section, member: GroupedRun, label: str, columns: dict[str, list[list[Any]]], window: Window
+) -> View:
     ranks, note = slowest(member)
     happened = _within(member, window)
     data = [_bars(activity, *lists) for activity, lists in columns.items()]
@@ -105,7 +107,7 @@ def _view(section: Section, member: Member, label: str, columns: dict[str, list[
         "xaxis": axis(f"{section.seconds}, pauses included", range=numbers(window)),
         "yaxis": axis("rank", autorange="reversed", type="category", categoryorder="array", categoryarray=ranks),
         "shapes": [
-            _shade(rest, window) for rest in member.measures.rests if rest[0] < window[1] and rest[1] > window[0]
+            _shade(pause, window) for pause in member.measures.pauses if pause[0] < window[1] and pause[1] > window[0]
         ],
         "height": 170 + 26 * max(len(ranks), 3),
     }
@@ -141,23 +143,23 @@ def _markers(kind: str, some: Sequence[Incident]) -> dict[str, Any]:
     }
 
 
-def _shade(rest: Window, window: Window) -> dict[str, Any]:
-    start, stop = number(max(rest[0], window[0])), number(min(rest[1], window[1]))
+def _shade(pause: Window, window: Window) -> dict[str, Any]:
+    start, stop = number(max(pause[0], window[0])), number(min(pause[1], window[1]))
     shape = {"type": "rect", "xref": "x", "yref": "paper", "x0": start, "x1": stop, "y0": 0, "y1": 1, "layer": "below"}
     return {**shape, "fillcolor": "rgba(128,128,128,0.25)", "line": {"width": 0}}
 
 
-def _within(member: Member, window: Window) -> list[Incident]:
+def _within(member: GroupedRun, window: Window) -> list[Incident]:
     ranks = set(member.measures.by_rank)
     return [one for one in incidents(member.run) if window[0] <= one.at <= window[1] and one.rank in ranks]
 
 
-def _incident_parts(label: str, happened: Sequence[Incident]) -> list[Part]:
-    return [Part((label, one.text), ([one.rank], [number(one.at)], [0])) for one in happened]
+def _incident_parts(label: str, happened: Sequence[Incident]) -> list[ReportPart]:
+    return [ReportPart((label, one.text), ([one.rank], [number(one.at)], [0])) for one in happened]
 
 
-def _words(member: Member, window: Window) -> list[str]:
-    """What part of the run this is, and what happened in all of it."""
+def _words(member: GroupedRun, window: Window) -> list[str]:
+    """The share of steps in this window, and all incidents of the run."""
     ranks = set(slowest(member)[0])
     own = [line for line in member.run.steps if line["rank"] in ranks]
     inside = sum(window[0] <= line["began"] and line["time"] <= window[1] for line in own)
@@ -167,9 +169,9 @@ def _words(member: Member, window: Window) -> list[str]:
     return [first, *(text[0].upper() + text[1:] for text in said)]
 
 
-def _summary(members: Sequence[Member]) -> str:
+def _summary(members: Sequence[GroupedRun]) -> str:
     lost = [
         f"{one.text} in {member.label}" for member in members for one in incidents(member.run) if one.kind == "lost"
     ]
-    told = f"; {'; '.join(lost)}" if lost else ""
-    return f"Bars of what each rank did when, for {plural(len(members), 'run')}{told}."
+    losses = f"; {'; '.join(lost)}" if lost else ""
+    return f"Bars of the activities of each rank over time, for {plural(len(members), 'run')}{losses}."

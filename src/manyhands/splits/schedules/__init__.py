@@ -1,4 +1,4 @@
-"""Pipeline schedules: data, not code. NAME(K, M) gives one row of (op, micro-batch) per stage."""
+"""Pipeline schedules are data, not code: NAME(K, M) gives one row of (op, micro-batch) per stage."""
 
 from manyhands.splits.schedules.gpipe import gpipe
 from manyhands.splits.schedules.one_f_one_b import one_f_one_b

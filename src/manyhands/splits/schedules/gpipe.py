@@ -6,17 +6,22 @@
     s2 .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
     s3 .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .
 
-Bubble (K - 1) / (M + K - 1). Every stage keeps M micro-batches. The paper draws the backward passes from
-the last micro-batch to the first; this order has the same length and the same sum.
+The bubble is (K - 1) / (M + K - 1) of the time. Every stage stores the activations of M micro-batches. The paper draws
+the backward passes from the last micro-batch to the first; this order has the same length and the same sum.
 """
 
 from __future__ import annotations
 
-from manyhands.splits.schedules.timeline import Rows
+from collections.abc import Mapping
+
+from manyhands.splits.schedules.timeline import Rows, Schedule
 
 
 def gpipe(stages: int, micro_batches: int) -> Rows:
-    """One row of (op, micro-batch) per stage."""
+    """All forward passes, then all backward passes, on every stage."""
     forward = [("F", m) for m in range(micro_batches)]
     backward = [("B", m) for m in range(micro_batches)]
     return [forward + backward for _ in range(stages)]
+
+
+EXAMPLES: Mapping[str, Schedule] = {"gpipe": gpipe}

@@ -1,4 +1,4 @@
-"""1F1B: after a warm-up every stage takes one forward and one backward pass in turn.
+"""1F1B: after a warm-up every stage alternates between one forward and one backward pass.
 
     K = 4 stages, M = 4 micro-batches
     s0 F0 F1 F2 F3 .  .  .  B0 .  B1 .  B2 .  B3
@@ -6,17 +6,19 @@
     s2 .  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .  .
     s3 .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .  .
 
-Stage s warms up with min(M, K - 1 - s) forward passes and keeps at most K - s micro-batches, however
-many there are. With an update after every B (PipeDream), K - 1 - s updates lie between F(m) and B(m).
+Stage s warms up with min(M, K - 1 - s) forward passes and stores the activations of at most K - s micro-batches, for
+any M. With an update after every B (PipeDream), there are K - 1 - s updates between F(m) and B(m).
 """
 
 from __future__ import annotations
 
-from manyhands.splits.schedules.timeline import Rows
+from collections.abc import Mapping
+
+from manyhands.splits.schedules.timeline import Rows, Schedule
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Rows:
-    """One row of (op, micro-batch) per stage."""
+    """Warm-up, alternating passes, then the remaining backward passes, on every stage."""
     rows = []
     for s in range(stages):
         warm = min(micro_batches, stages - 1 - s)
@@ -27,3 +29,6 @@ def one_f_one_b(stages: int, micro_batches: int) -> Rows:
             row.append(("B", m))
         rows.append(row)
     return rows
+
+
+EXAMPLES: Mapping[str, Schedule] = {"one_f_one_b": one_f_one_b}

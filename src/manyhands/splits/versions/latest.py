@@ -1,20 +1,25 @@
-"""Latest: both passes of a micro-batch use the weights as they are. Right when updates wait for a flush."""
+"""Latest: both passes of a micro-batch use the current weights. For schedules whose updates wait for a flush."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 
 class Latest:
-    """The live weights; nothing is kept."""
+    """The live weights, without copies."""
 
     def forward(self, m: int, live: list[Tensor]) -> list[Tensor]:
         """The weights that F(m) and B(m) compute with."""
         return live
 
     def updated(self) -> None:
-        """The live weights have moved on."""
+        """The live weights have been updated."""
 
     def done(self, m: int) -> int:
-        """B(m) is over; how many updates its weights were behind."""
+        """Return by how many updates the weights of B(m) were behind the live ones: 0."""
         return 0
+
+
+EXAMPLES: Mapping[str, Callable[[], Latest]] = {"latest": Latest}

@@ -1,10 +1,12 @@
-"""Stash: the backward pass of a micro-batch sees the very weights of its forward pass (PipeDream).
+"""Stash: the backward pass of a micro-batch uses the same weights as its forward pass (PipeDream).
 
-A copy of the weights is kept per version, from the first F that uses it to the last B; micro-batches of
-one version share it. At stage s of K there are at most K - s versions.
+There is one copy of the weights per version, from the first F that uses it to the last B; micro-batches of one version
+share it. Stage s of K has at most K - s versions.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -18,23 +20,26 @@ class Stash:
         self._used: dict[int, int] = {}
 
     def forward(self, m: int, live: list[Tensor]) -> list[Tensor]:
-        """The weights that F(m) and B(m) compute with: a copy of the newest."""
+        """The weights that F(m) and B(m) compute with: a copy of the current version."""
         if self.version not in self._copies:
             self._copies[self.version] = [x.detach().clone().requires_grad_() for x in live]
         self._used[m] = self.version
         return self._copies[self.version]
 
     def updated(self) -> None:
-        """The live weights have moved on: copies that no micro-batch in flight uses can go."""
+        """The live weights have been updated: delete copies that no micro-batch in flight uses."""
         self.version += 1
         used = set(self._used.values())
         self._copies = {version: copy for version, copy in self._copies.items() if version in used}
 
     def done(self, m: int) -> int:
-        """B(m) is over; how many updates its weights were behind."""
+        """Return by how many updates the weights of B(m) were behind the live ones."""
         return self.version - self._used.pop(m)
 
     @property
     def kept(self) -> int:
-        """How many versions are kept right now."""
+        """The number of versions that have a copy."""
         return len(self._copies)
+
+
+EXAMPLES: Mapping[str, Callable[[], Stash]] = {"stash": Stash}

@@ -1,0 +1,92 @@
+"""Broadcast of whole models: all ranks begin with the lead's model, and end with the answer.
+
+    begin   lead --- its model ---> all others     each rank of a user's script may have built a different one
+    end     lead --- the answer --> all others     the initial model again if no worker took a step
+
+If the lead is lost before it has sent, the ranks that wait for it get `PeerLost`; no rank waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.errors import PeerLost
+from manyhands.core.gather import gather
+from manyhands.core.port import Message, Tag, recv
+from manyhands.core.strategy import Weights
+from manyhands.core.worker import Worker
+
+INITIAL_MODEL, FINAL_MODEL = Tag("initial-model"), Tag("final-model")
+
+
+def broadcast_model(w: Worker) -> None:
+    """Send the lead's weights and buffers to all ranks, including servers."""
+    lead = w.lead
+    if w.rank == lead:
+        _send(w, INITIAL_MODEL, _copies(w.model))
+    else:
+        _load(w.model, recv(w.transport, INITIAL_MODEL, frm=lead))
+
+
+def broadcast_answer(w: Worker, lead: int, answer: Weights | None) -> bool:
+    """Send the answer, gathered by `lead`, to all ranks and load it; whether this rank was the sender."""
+    gathered = gather(w, (w.step,)) if w.transport.role == "worker" else None
+    if gathered is None:
+        _load(w.model, _receive_answer(w, lead))
+        return False
+    if answer is None:
+        raise PeerLost(lead, "it had the answer")
+    if any(step for (step,), _ in gathered.values()):
+        _load_named(w.model, answer)
+    _send(w, FINAL_MODEL, _copies(w.model))
+    return True
+
+
+def _receive_answer(w: Worker, lead: int) -> Message:
+    """The final model; if the lead is lost, a rank between it and this one may have become the lead and sent it."""
+    loss = PeerLost(lead, "it had the answer")
+    for rank in range(lead, min(w.rank, len(w.workers))):
+        try:
+            return recv(w.transport, FINAL_MODEL, frm=rank)
+        except PeerLost as error:
+            loss = loss if error.why == "left" else error
+    raise loss
+
+
+def _send(w: Worker, tag: Tag, tensors: Sequence[Tensor]) -> None:
+    for rank in w.transport.peers():
+        w.transport.send(rank, tag, (), tensors)
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _copies(model: nn.Module) -> list[Tensor]:
+    """Copies to send: the model itself may change before the receiver has read them."""
+    return [x.detach().clone(memory_format=torch.contiguous_format) for x in _state(model)]
+
+
+@torch.no_grad()
+def _load(model: nn.Module, message: Message) -> None:
+    for own, x in zip(_state(model), message.tensors, strict=True):
+        own.copy_(x)
+    message.release()
+
+
+@torch.no_grad()
+def _load_named(model: nn.Module, answer: Weights) -> None:
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, x in answer.items():
+        state[name].copy_(x)
+
+
+def release_model(model: nn.Module) -> None:
+    """Undo the flat layout: parameters get memory of their own, and gradients go to `.grad` again."""
+    for p in model.parameters():
+        p.data = p.data.clone()
+        if p._post_accumulate_grad_hooks:
+            p._post_accumulate_grad_hooks.clear()

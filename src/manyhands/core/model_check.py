@@ -1,0 +1,48 @@
+"""Model check: before a run begins, each rank compares its model with that of rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+
+from torch import nn
+
+from manyhands.core.errors import Refused
+from manyhands.core.port import Tag, Transport, recv
+
+LAYOUT = Tag("layout", carries="nothing")
+
+_Entry = tuple[str, tuple[int, ...], str, str]
+"""The name, shape and dtype of a tensor, and other properties in words: tied, frozen, group."""
+
+
+def refuse_unlike(transport: Transport, model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
+    """Refuse a model whose parameters, buffers or parameter groups differ from those of rank 0; name the first."""
+    own = _layout(model, {name: number for number, names in enumerate(groups) for name in names})
+    if transport.rank == 0:
+        for rank in transport.peers():
+            transport.send(rank, LAYOUT, own)
+        return
+    for here, there in zip_longest(own, recv(transport, LAYOUT, frm=0).meta):
+        if here != there:
+            raise Refused(
+                f"rank {transport.rank} has another model than rank 0: {_words(here)} here, {_words(there)} there"
+            )
+
+
+def _layout(model: nn.Module, groups: Mapping[str, int]) -> tuple[_Entry, ...]:
+    first: dict[int, str] = {}
+    entries = []
+    for name, x in model.state_dict(keep_vars=True).items():
+        tied = f", tied to {first[id(x)]}" if first.setdefault(id(x), name) != name else ""
+        frozen = ", frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
+        group = f", in group {groups[name]}" if name in groups else ""
+        entries.append((name, tuple(x.shape), str(x.dtype), tied + frozen + group))
+    return tuple(entries)
+
+
+def _words(entry: _Entry | None) -> str:
+    if entry is None:
+        return "nothing more"
+    name, shape, dtype, properties = entry
+    return f"{name} {list(shape)} of {dtype.removeprefix('torch.')}{properties}"

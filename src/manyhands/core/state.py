@@ -1,0 +1,207 @@
+"""State by name, independent of the number of ranks: what a checkpoint holds of rules, codecs and workers.
+
+    rule/fc.weight/m             a rule's state for a parameter: flat, in the coordinates of the parameter
+    rule/fc.weight/Adam.step:    with a colon: not shaped like the parameter, so it is never cut
+    rule/fc.weight/:updates      how often the parameter was updated
+    worker2/memory/fc.weight     state that only worker 2 has, here the memory of its codec
+
+A weight slice may hold any part of a parameter. Its state is therefore saved in slices that say where in the parameter
+they start. Joined they are the state of whole parameters, and every other slicing of the model can be cut from that.
+
+This module has the names and the slices; which state a strategy saves it declares with declared_state.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import Refused
+from manyhands.core.flat import ParamSlot, Span
+from manyhands.core.gather import gather, need_all
+from manyhands.core.rule import Remembers, Rule, State
+from manyhands.core.strategy import Saved, Weights
+from manyhands.core.weight_slice import WeightSlice
+from manyhands.core.worker import Worker
+
+UPDATES = ":updates"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A quiesced run: everything that is needed to continue from there."""
+
+    step: int
+    weights: Weights
+    buffers: Weights
+    state: Saved
+    positions: Mapping[int, int]
+    """How many mini-batches each worker has taken."""
+
+
+class StateSlice(NamedTuple):
+    """A slice of one parameter's state; `start` is counted within the parameter."""
+
+    name: str
+    start: int
+    values: Tensor
+
+
+# -- rules ---------------------------------------------------------------------------------------------
+
+
+class _ParamSlice(NamedTuple):
+    """The part of one parameter that lies in a weight slice, with the rule's state for it."""
+
+    weight_slice: WeightSlice
+    position: int
+    parameter: str
+    start: int
+    weights: Tensor
+    state: State
+
+
+def _param_slices(slices: Iterable[WeightSlice], slots: Iterable[ParamSlot]) -> Iterator[_ParamSlice]:
+    by_id = {slot.param_id: slot for slot in slots}
+    for weight_slice in slices:
+        for index, (param_id, start, weights, state) in enumerate(weight_slice.segments()):
+            slot = by_id[param_id]
+            start_in_parameter = weight_slice.span.start + start - slot.span.start
+            yield _ParamSlice(weight_slice, index, slot.name, start_in_parameter, weights, state)
+
+
+def state_slices(slices: Iterable[WeightSlice], slots: Iterable[ParamSlot]) -> Iterator[StateSlice]:
+    """The rule's state in these weight slices, and how often each parameter was updated."""
+    for one in _param_slices(slices, slots):
+        for name, value in _remembered(one.weight_slice.rule, one.weights, one.state).items():
+            whole = value.shape != one.weights.shape or ":" in name
+            ending = ":" if whole and ":" not in name else ""
+            yield StateSlice(f"{one.parameter}/{name}{ending}", one.start, value if whole else value.reshape(-1))
+        yield StateSlice(f"{one.parameter}/{UPDATES}", one.start, torch.tensor(one.weight_slice.counts[one.position]))
+
+
+def _remembered(rule: Rule, weights: Tensor, state: State) -> State:
+    if isinstance(rule, Remembers):
+        return {**state, **rule.memory_of(weights)}
+    if "owner" in rule.needs:
+        raise Refused(f"{rule} keeps its state to itself, but must be able to hand it over to be saved")
+    return state
+
+
+def join(found: Iterable[StateSlice]) -> Saved:
+    """The state of whole parameters from slices; what is never cut is equal in all slices, so the first is taken."""
+    by_name: dict[str, list[StateSlice]] = {}
+    for piece in found:
+        by_name.setdefault(piece.name, []).append(piece)
+    return {
+        name: pieces[0].values
+        if len(pieces) == 1 or _is_whole(name)
+        else torch.cat([piece.values for piece in sorted(pieces, key=lambda piece: piece.start)])
+        for name, pieces in by_name.items()
+    }
+
+
+def _is_whole(name: str) -> bool:
+    return ":" in name.rpartition("/")[2]
+
+
+@torch.no_grad()
+def restore(slices: Iterable[WeightSlice], slots: Iterable[ParamSlot], saved: Saved) -> None:
+    """Load into these weight slices what belongs to them of a joined state."""
+    by_parameter: dict[str, Saved] = {}
+    for name, value in saved.items():
+        parameter, _, key = name.rpartition("/")
+        by_parameter.setdefault(parameter, {})[key] = value
+    for one in _param_slices(slices, slots):
+        found = by_parameter.get(one.parameter, {})
+        one.weight_slice.counts[one.position] = int(found.get(UPDATES, 0))
+        _load_rule(one, {name.removesuffix(":"): _cut(name, x, one) for name, x in found.items() if name != UPDATES})
+
+
+def _cut(name: str, value: Tensor, one: _ParamSlice) -> Tensor:
+    return value if _is_whole(name) else value[one.start : one.start + one.weights.numel()].view(one.weights.shape)
+
+
+def _load_rule(one: _ParamSlice, found: State) -> None:
+    rule, state = one.weight_slice.rule, one.state
+    if isinstance(rule, Remembers):
+        rule.remember(one.weights, {name: value for name, value in found.items() if name not in state})
+        found = {name: value for name, value in found.items() if name in state}
+    if found.keys() != state.keys():
+        had, needs = (", ".join(sorted(names)) or "nothing" for names in (found, state))
+        raise Refused(f"the rule remembers {had} of {one.parameter} in the checkpoint, but must remember {needs}")
+    for name, value in state.items():
+        value.copy_(found[name])
+
+
+# -- vectors, workers ----------------------------------------------------------------------------------
+
+
+def named(slots: Iterable[ParamSlot], vectors: Sequence[Tensor]) -> Saved:
+    """Vectors of the size of the weights (one per dtype group) as views by parameter name."""
+    return {slot.name: _view(vectors, slot.span) for slot in slots}
+
+
+def _view(vectors: Sequence[Tensor], span: Span) -> Tensor:
+    return vectors[span.group][..., span.start : span.stop]
+
+
+@torch.no_grad()
+def add(slots: Iterable[ParamSlot], vectors: Sequence[Tensor], saved: Saved) -> None:
+    """Add what was saved for some parameters to vectors of the size of the weights."""
+    for slot in slots:
+        if slot.name in saved:
+            _view(vectors, slot.span).add_(saved[slot.name])
+
+
+@torch.no_grad()
+def load_vectors(slots: Iterable[ParamSlot], vectors: Sequence[Tensor], saved: Saved) -> None:
+    """Copy what was saved for some parameters into vectors of the size of the weights."""
+    for slot in slots:
+        if slot.name in saved:
+            _view(vectors, slot.span).copy_(saved[slot.name])
+
+
+def under(path: str, saved: Mapping[str, Tensor]) -> Saved:
+    """The same state with every name prefixed by `path/`."""
+    return {f"{path}/{name}": value for name, value in saved.items()}
+
+
+def section(saved: Saved, path: str) -> Saved:
+    """What was saved under `path/`, without that prefix; a value saved as `path` itself has the empty name."""
+    found = {name.removeprefix(f"{path}/"): value for name, value in saved.items() if name.startswith(f"{path}/")}
+    return {"": saved[path], **found} if path in saved else found
+
+
+def collect(w: Worker, mine: Saved, *, of_all: bool = False) -> Saved | None:
+    """The state of all living workers as `worker2/...`, on the lead; None elsewhere. `of_all`: none may be lost."""
+    gathered = gather(w, tuple(mine), tuple(mine.values()))
+    if gathered is None:
+        return None
+    if of_all:
+        need_all(w, gathered)
+    return {
+        name: value
+        for rank, (names, values) in gathered.items()
+        for name, value in under(f"worker{rank}", dict(zip(names, values, strict=True))).items()
+    }
+
+
+def own(w: Worker, saved: Saved) -> Saved:
+    """What was saved by the worker of this rank; empty for a new worker."""
+    return section(saved, f"worker{w.rank}")
+
+
+def inherited(w: Worker, saved: Saved) -> list[Saved]:
+    """What was saved by those workers whose old rank modulo the new number of workers is this rank."""
+    return [one for rank, one in enumerate(workers_in(saved)) if rank % len(w.workers) == w.rank]
+
+
+def workers_in(saved: Saved) -> list[Saved]:
+    """What was saved by every worker, in order of rank; empty for a worker that was lost."""
+    old = {int(name.partition("/")[0].removeprefix("worker")) for name in saved if name.startswith("worker")}
+    return [section(saved, f"worker{rank}") for rank in range(max(old, default=-1) + 1)]

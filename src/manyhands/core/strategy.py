@@ -1,0 +1,164 @@
+"""Strategy: one way of training, written as the loops of a worker and of a server, with its optional methods."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from manyhands.core.rule import Rule
+
+if TYPE_CHECKING:
+    from manyhands.core.declared_state import StateParts
+    from manyhands.core.worker import Worker
+
+
+Batch = tuple[Tensor, ...]
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a strategy, with the knobs it was given, can do and needs: data that runs, documents and tests read."""
+
+    lockstep: bool
+    """Whether every worker takes the same number of steps; else workers draw from one common budget of samples."""
+    on_worker_loss: Literal["ends", "continues"]
+    """What becomes of a run in which a worker is lost that holds no part of the weights alone."""
+    one_host: bool = False
+    """Whether all ranks must share one host's memory."""
+    servers: bool = False
+    """Whether it has a program for server ranks (`serve`)."""
+    joiners: bool = False
+    """Whether a worker may join a run that has begun (`join_running`)."""
+    resumable: bool = True
+    """Whether a run can be saved and resumed (`declared_state`)."""
+    bounded: bool = True
+    """Whether fast workers wait for the slowest one sooner or later, so that their lead has a bound."""
+    draws_from_all: bool = False
+    """Whether every worker may draw any sample, instead of having a shard of the data to itself."""
+    peekable: bool = False
+    """Whether the weights can be read between two steps without quiescing (`peek`)."""
+    streams: bool = False
+    """Whether mini-batches of successive steps are in flight together, so that the last one must be announced."""
+
+
+class Strategy(ABC):
+    """One way of training: a dataclass of knobs with the loop of a worker.
+
+    The life of a rank (core/rank.py) is: begin -> step* -> pause (save, evaluate) -> end
+
+        begin    setup, then load declared_state and restored (a resumed run), or join_running (a later worker)
+        step     once for each mini-batch
+        pause    quiesce, save declared_state and answer, resume; or only peek
+        end      finish, answer
+
+    A strategy inherits from this class. What it must have comes first. The optional methods after that do nothing, or
+    what their docstring says, unless a strategy overrides them; `OPTIONAL` lists them, and a contract test refuses a
+    public method that is in neither list.
+    """
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """What it can do with these knobs."""
+
+    @abstractmethod
+    def setup(self, w: Worker) -> None:
+        """Make this rank's state; all of it is listed here."""
+
+    @abstractmethod
+    def step(self, w: Worker, batch: Batch) -> float | None:
+        """Consume one mini-batch; return the newest known loss."""
+
+    @abstractmethod
+    def answer(self, w: Worker) -> Weights | None:
+        """The weights to evaluate and save, on the leading rank; every worker takes part."""
+
+    # -- optional: before a run -------------------------------------------------------------------
+
+    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:  # noqa: B027
+        """Refuse what cannot work, before anything is started."""
+
+    def remarks(self, steps: int) -> Sequence[str]:
+        """Where a run of that many steps will differ from what the knobs say."""
+        return ()
+
+    def replicas(self, workers: int) -> int:
+        """How many copies of the whole model these workers hold together: one each, unless they divide a model."""
+        return workers
+
+    # -- optional: during a run -------------------------------------------------------------------
+
+    def notes(self) -> Mapping[str, Any]:
+        """What was decided in the last step, for the record."""
+        return {}
+
+    def finish(self, w: Worker) -> None:  # noqa: B027
+        """Complete what is in flight between steps, at the end of the run."""
+
+    def programs(self) -> Mapping[str, Callable[[Worker], None]]:
+        """The program of each role besides "worker", by role; it returns when the workers have ended."""
+        return {"server": self.serve} if self.traits.servers else {}
+
+    def serve(self, w: Worker) -> None:
+        """The program of a server rank (traits.servers)."""
+        raise NotImplementedError
+
+    def join_running(self, w: Worker) -> None:
+        """Continue from where the others are: only the joining worker, after `setup` (traits.joiners)."""
+        raise NotImplementedError
+
+    # -- optional: checkpoints and evaluations ----------------------------------------------------
+
+    def quiesce(self, w: Worker) -> None:  # noqa: B027
+        """Complete what is in flight, so that no state changes once every worker has returned from here."""
+
+    def resume(self, w: Worker) -> None:  # noqa: B027
+        """Begin again after `quiesce`, exactly as a run does that is resumed from a checkpoint."""
+
+    def peek(self, w: Worker) -> Weights:
+        """The weights to evaluate; called by one worker while no other is in a step (traits.peekable)."""
+        raise NotImplementedError
+
+    def declared_state(self, w: Worker) -> StateParts | None:
+        """By name, all state that `answer` leaves out: core saves and loads it (traits.resumable).
+
+        None: the strategy saves and loads its state itself, with `state` and `restore`.
+        """
+        return None
+
+    def restored(self, w: Worker) -> None:  # noqa: B027
+        """Continue after the state was loaded, before the first step: every worker of a resumed run."""
+
+    def state(self, w: Worker) -> Saved | None:
+        """All that `answer` leaves out, on the leading rank; every worker takes part."""
+        return None
+
+    def restore(self, w: Worker, saved: Saved) -> None:  # noqa: B027
+        """Continue from a saved state: every worker, after `setup` with the saved answer as the model's weights."""
+
+
+OPTIONAL = frozenset(
+    {
+        *("check", "remarks", "replicas", "notes", "finish", "programs", "serve", "join_running"),
+        *("quiesce", "resume", "peek", "state", "restore"),
+        *("declared_state", "restored"),
+    }
+)
+"""The methods that only some strategies have."""
+
+
+@runtime_checkable
+class HasRule(Protocol):
+    """A strategy that moves the weights by a rule."""
+
+    rule: Rule
+
+
+Saved = dict[str, Tensor]
+"""State by name, in the coordinates of the parameters, so that another number of ranks can continue from it."""

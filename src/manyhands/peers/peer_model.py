@@ -1,0 +1,109 @@
+"""PeerModel: a worker's own weights x, the rule that updates them, and their averages with those of other workers.
+
+With a codec C (and D, which decodes) C(x) is sent, and x moves by what the receivers decode, so that of two workers
+that average one gains what the other loses:
+
+    x <- x + (sum of D(C(y)) - n D(C(x))) / (1 + n)        if nothing is rounded: x <- (x + sum of y) / (1 + n)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core.codec import Codec
+from manyhands.core.declared_state import RuleState, StateParts, VectorState
+from manyhands.core.encoder import decoded, encoded
+from manyhands.core.gather import gather, mean
+from manyhands.core.port import Message, Tag
+from manyhands.core.rule import Rule, UpdateContext
+from manyhands.core.strategy import Weights
+from manyhands.core.weight_slice import replica_slices
+from manyhands.core.worker import Worker
+
+
+class PeerModel:
+    """One worker's x with the rule that updates it.
+
+    Args:
+        w: this worker.
+        rule: how a gradient is applied to x.
+        x: the memory to use, one vector per dtype group; None: a copy of the model's weights.
+        codec: encodes x; None: it is sent uncompressed.
+    """
+
+    def __init__(self, w: Worker, rule: Rule, x: Sequence[Tensor] | None = None, codec: Codec | None = None) -> None:
+        self.w = w
+        self.codec = codec
+        self.x = [group.weights.clone() for group in w.flat.groups] if x is None else list(x)
+        self.slices = replica_slices(w.flat, rule, self.x)
+
+    def update(self, gradient: Message) -> None:
+        """x <- x + rule(g); the message's meta are the parameters that the mini-batch has not touched."""
+        for weight_slice, g in zip(self.slices, gradient.tensors, strict=True):
+            at = UpdateContext(weight_slice.weights, samples=self.w.samples)
+            weight_slice.update(g if g.is_meta else g.clone(), at, gradient.meta)
+        gradient.release()
+
+    # -- exchanging x -----------------------------------------------------------------------------
+
+    def send(self, to: int, tag: Tag, *, latest: bool = False) -> None:
+        """Send a copy of x, which may change at once."""
+        self.w.transport.send(to, tag, (), self.encode_model(), latest=latest)
+
+    def copy(self) -> list[Tensor]:
+        """x in memory that may be sent."""
+        return [x if x.is_meta else x.clone() for x in self.x]
+
+    def encode_model(self) -> list[Tensor]:
+        """The payload of x, in memory that may be sent."""
+        if self.codec is None:
+            return self.copy()
+        self.w.charge_copy(sum(x.nbytes for x in self.x))
+        return [tensor for x in self.x for tensor in encoded(self.codec, x)]
+
+    def decode_model(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The x in a payload; read only, because it may lie in the payload's memory."""
+        if self.codec is None:
+            return list(tensors)
+        return [decoded(self.codec, (tensor,), x) for tensor, x in zip(tensors, self.x, strict=True)]
+
+    @torch.no_grad()
+    def average(self, total: Sequence[Tensor], count: int = 1) -> None:
+        """x <- (x + total) / (1 + count), where `total` is the sum of `count` decoded models."""
+        mine = self.x if self.codec is None else self.decode_model(self.encode_model())
+        if not self.w.flat.is_meta:
+            self.place(self._averaged(mine, total, count))
+        self.w.charge_copy(2 * sum(x.nbytes for x in self.x))
+
+    def _averaged(self, mine: Sequence[Tensor], total: Sequence[Tensor], count: int) -> list[Tensor]:
+        """The average; `mine` is x as the receivers decode it."""
+        if self.codec is None:
+            return [(x + y) / (1 + count) for x, y in zip(self.x, total, strict=True)]
+        moves = [(y - x * count) / (1 + count) for x, y in zip(mine, total, strict=True)]
+        return [x + move for x, move in zip(self.x, moves, strict=True)]
+
+    def place(self, values: Sequence[Tensor]) -> None:
+        """Copy values into x; its memory must not change, because a rule may refer to it."""
+        for x, value in zip(self.x, values, strict=True):
+            x.copy_(value)
+
+    # -- answers and checkpoints ------------------------------------------------------------------
+
+    def mean(self) -> Weights | None:
+        """The mean of all workers' x, on the lead."""
+        gathered = gather(self.w, (), self.x)
+        return None if gathered is None else self.w.named(mean(gathered))
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Copy x into the model's weights: exchanges have changed it since the last step."""
+        for group, x in zip(self.w.flat.groups, self.x, strict=True):
+            group.weights.copy_(x)
+
+    def state_parts(self) -> StateParts:
+        """x and the state of its rule, of every worker; a new worker starts at the mean with a fresh rule."""
+        slots = self.w.flat.slots
+        return {"x": VectorState(slots, self.x), "rule": RuleState(slots, self.slices, "own")}

@@ -1,0 +1,236 @@
+"""Your own loop: `mh.join` makes this process one of the ranks that train a model.
+
+    with mh.join(model, loss=F.cross_entropy, strategy=mh.ssp(staleness=3)) as hands:
+        for x, y in hands.share(dataset, batch_size=64, epochs=3):
+            loss = hands.step(x, y)
+
+All ranks run the same script. The strategy is set up by the first `share` or `step`, when the batch size is known, with
+the lead's weights on all ranks. The end of the block completes what is in flight and loads the answer into the model on
+every rank; then the model is an ordinary one again. On a server rank `share` serves until the workers have ended and
+yields nothing; `step` does the same and leaves the block. An exception leaves the block at once, without waiting for
+other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.budget import Budget, FixedSteps
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.fields import Fields
+from manyhands.core.port import Transport
+from manyhands.core.strategy import Strategy
+from manyhands.run.batches import Collate, Source, granted, rounds, source
+from manyhands.run.training import Training
+from manyhands.splits.data import Share, mixed
+
+
+class _Served(BaseException):
+    """Leaves the block on a server rank, once the workers have ended."""
+
+
+class Hands:
+    """One rank of a job with the user's own loop; made by `join`.
+
+    Args:
+        transport: connects this rank with the others.
+        model: any module; for pipelines an `nn.Sequential`, or a list of stages.
+        strategy: the method, such as `mh.ssp(staleness=3)`.
+        loss: `loss(model(*fields), target)`; None if the model returns its own loss.
+        optimizer: updates the weights instead of the strategy's own rule; recreated on the ranks that apply updates.
+        seed: determines everything random.
+        budget_for: makes the common budget of all workers for a number of mini-batches.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        model: nn.Module | Sequence[nn.Module],
+        *,
+        strategy: Strategy,
+        loss: Callable[..., Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        seed: int = 0,
+        budget_for: Callable[[int], Budget] | None = None,
+    ) -> None:
+        model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+        self.transport = transport
+        self._training = Training(transport, model, loss, strategy, optimizer, seed)
+        self._budget_for = budget_for or self._budget_of_the_runtime
+        self._share: Share | None = None
+        self._shares = self._budgets = 0
+        self._is_open = self._is_sharing = False
+        self._led: bool | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def role(self) -> str:
+        """The role of this rank: "worker" or "server"."""
+        return self.transport.role
+
+    @property
+    def workers(self) -> int:
+        """How many workers the job began with."""
+        return len(self._training.worker.workers)
+
+    @property
+    def lead(self) -> bool:
+        """Whether this is the rank that evaluates and saves."""
+        return self._training.worker.lead == self.rank if self._led is None else self._led
+
+    @property
+    def lag(self) -> int:
+        """The staleness of the last read or gradient."""
+        return self._training.worker.lag
+
+    def __enter__(self) -> Hands:
+        if self._is_open or self._training.has_begun:
+            raise Refused("these hands have been in use, but a with block needs new ones: join again")
+        self._is_open = True
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
+        self._is_open = False
+        if error is not None and not isinstance(error, _Served):
+            self._training.fail(error)
+            return False
+        try:
+            self._led = self._training.end()
+        except BaseException as failure:
+            self._training.fail(failure)
+            raise
+        return True
+
+    def share(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        collate: Collate | None = None,
+    ) -> Iterator[Any]:
+        """This rank's mini-batches: tuples if a sample is a tuple of fields, dicts if it is a dict.
+
+        Workers in lock step get equally many; others draw from one budget, so that fast workers take more. Called
+        again, it continues where it stopped in the data.
+
+        Args:
+            dataset: map-style or iterable, or a DataLoader that shuffles. An iterable must be the same on every rank.
+            batch_size: samples per mini-batch of one worker.
+            epochs: passes over the data by all workers together; 1 by default.
+            steps: updates of size replicas x batch_size, instead of epochs.
+            collate: makes a mini-batch from a list of samples.
+        """
+        self._refuse_outside("share")
+        self._refuse_another()
+        if steps is not None and epochs is not None:
+            raise Refused(f"steps is {steps} and epochs is {epochs}, but only one of them can be given")
+        refuse_unless(steps is None or steps >= 1, "steps", steps, ">= 1")
+        data, epochs = source(dataset, batch_size, collate), 1 if epochs is None else epochs
+        passes = data.passes(epochs) if data.is_stream and steps is None else None
+        if steps is None and not data.is_stream:
+            steps = data.steps(epochs, self._training.replicas)
+        if self._training.streams and steps is None:
+            raise Refused("steps is missing: a pipeline that streams must know which mini-batch is its last")
+        batches = self._batches(data, passes, steps) if self.role == "worker" else iter(())
+        self._training.begin(data.batch_size, steps or 0, None if data.is_stream else len(data.dataset))
+        return self._iterate(batches)
+
+    def _batches(self, data: Source, passes: int | None, steps: int | None) -> Iterator[Any]:
+        replicas = self._training.replicas
+        replica = self.rank * replicas // self.workers
+        if data.is_stream:
+            return islice(rounds(data, replica, replicas, passes), steps)
+        assert steps is not None
+        share = self._share_of(data, replica, replicas)
+        budget = FixedSteps(steps) if self._training.strategy.traits.lockstep else self._budget_for(steps * replicas)
+        return granted(share, budget, self.transport)
+
+    def _share_of(self, data: Source, replica: int, replicas: int) -> Share:
+        """This replica's share: the last one again for the same data set, else a new one in another random order."""
+        last, seed = self._share, self._training.worker.seed
+        if last is not None and last.dataset is data.dataset and last.batch_size == data.batch_size:
+            return last
+        seed = mixed(seed, self._shares) if self._shares else seed
+        self._shares += 1
+        whole = self._training.strategy.traits.draws_from_all
+        self._share = Share(data.dataset, replica, replicas, data.batch_size, seed, data.collate, whole)
+        return self._share
+
+    def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
+        self._refuse_another()
+        self._is_sharing = True
+        try:
+            yield from batches
+        finally:
+            self._is_sharing = False
+
+    def step(self, *fields: Any, **named: Any) -> float | None:
+        """Train on one mini-batch; the newest known loss.
+
+        With a loss, the last field is the target. In lock step every worker must take equally many steps.
+        """
+        self._refuse_outside("step")
+        batch = Fields.of(fields, named)
+        if not self._training.has_begun:
+            self._training.begin(batch.samples, 0)
+        if self.role != "worker":
+            raise _Served
+        return self._training.step(batch)
+
+    def _refuse_outside(self, name: str) -> None:
+        if not self._is_open:
+            raise Refused(f"{name} was called outside the with block of its hands, but must be called within")
+
+    def _refuse_another(self) -> None:
+        if self._is_sharing:
+            raise Refused("another share is still running, but only one can: finish it first, or close() it")
+
+    def _budget_of_the_runtime(self, batches: int) -> Budget:
+        from manyhands.runtime.budget import SharedBudget
+        from manyhands.runtime.transport.transport import RealTransport
+
+        assert isinstance(self.transport, RealTransport)
+        self._budgets += 1
+        return SharedBudget(self.transport, batches, f"budget{self._budgets}")
+
+
+def join(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    strategy: Strategy,
+    loss: Callable[..., Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    seed: int = 0,
+    servers: int | None = None,
+) -> Hands:
+    """Become one of the ranks that train `model`, in a process started by `manyhands run`, torchrun or the like.
+
+    Args:
+        model: any module; for pipelines an `nn.Sequential`, or a list of stages.
+        strategy: the method, such as `mh.ssp(staleness=3)`.
+        loss: `loss(model(*fields), target)`; None if the model returns its own loss.
+        optimizer: updates the weights instead of the strategy's own rule; recreated on the ranks that apply updates.
+        seed: determines everything random.
+        servers: how many of the processes are servers, if the launcher does not specify it.
+    """
+    from manyhands.runtime.launch.exit_report import report_exit
+    from manyhands.runtime.launch.join import connect
+
+    report_exit()
+    transport = connect(servers=servers)
+    try:
+        return Hands(transport, model, strategy=strategy, loss=loss, optimizer=optimizer, seed=seed)
+    except BaseException as error:
+        transport.fail(error)
+        raise

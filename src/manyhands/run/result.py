@@ -1,0 +1,126 @@
+"""Result: what `mh.train` returns, and how it is computed from the lines of a record."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from manyhands.core.strategy import Batch, Weights
+from manyhands.core.task import Task
+from manyhands.splits.data import collate, tensors_of
+
+TAIL = 0.05
+"""The final loss is the mean over this share of the run, because the loss of one mini-batch is noisy."""
+
+
+class Lag(NamedTuple):
+    """How stale reads or gradients were, over all steps."""
+
+    mean: float
+    max: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run.
+
+    `seconds` are virtual in a virtual run, `wall_seconds` are always real. `weights` maps parameter
+    names to tensors; it is None in a run of sizes only.
+    """
+
+    task: str
+    world: str
+    workers: int
+    servers: int
+    steps: int
+    seed: int
+    seconds: float
+    wall_seconds: float
+    samples: int
+    final_loss: float | None
+    test_accuracy: float | None
+    bytes_sent: int
+    lag: Lag
+    waited_seconds: float
+    weights: Weights | None
+    buffers: Weights | None
+    weights_sha256: str | None
+    records: Sequence[dict[str, Any]]
+    record: Path | None
+    lost: Sequence[tuple[int, str]]
+    stopped_at: int | None = None
+    """The step at which a real run was stopped before its end (SIGTERM), if it was."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of tensors that all ranks sent."""
+        return self.bytes_sent
+
+    @property
+    def mean_lag(self) -> float:
+        return self.lag.mean
+
+    @property
+    def max_lag(self) -> int:
+        return self.lag.max
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else math.nan
+
+
+def lag_of(steps: Sequence[dict[str, Any]]) -> Lag:
+    """Mean and largest lag of the recorded steps."""
+    lags = [line["lag"] for line in steps]
+    return Lag(sum(lags) / len(lags), max(lags)) if lags else Lag(0.0, 0)
+
+
+def final_loss(steps: Sequence[dict[str, Any]]) -> float | None:
+    """The mean loss over the last steps (`TAIL`); `steps` are in the order of time."""
+    losses = [line["loss"] for line in steps if line["loss"] is not None and math.isfinite(line["loss"])]
+    tail = losses[-max(1, round(len(losses) * TAIL)) :]
+    return sum(tail) / len(tail) if tail else None
+
+
+def sha256(weights: Weights) -> str:
+    """A digest of names, dtypes, shapes and little-endian bytes, in the model's order."""
+    digest = hashlib.sha256()
+    for name, x in weights.items():
+        digest.update(f"{name}|{x.dtype}|{tuple(x.shape)}|".encode())
+        digest.update(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def evaluate(task: Task, weights: Weights, buffers: Weights | None, seed: int) -> float | None:
+    """The task's metric on its test data, computed with a new model; None if it has no metric or no test data."""
+    if task.metric is None or task.test is None:
+        return None
+    model = load(task, weights, buffers, seed).eval()
+    total, batch = 0.0, 512
+    with torch.no_grad():
+        for start in range(0, len(task.test), batch):
+            fields = _fields(task.test, range(start, min(start + batch, len(task.test))))
+            total += task.metric(model(*fields[:-1]), fields[-1]) * len(fields[-1])
+    return total / len(task.test)
+
+
+def _fields(data: Any, rows: range) -> Batch:
+    tensors = tensors_of(data)
+    return collate([data[i] for i in rows]) if tensors is None else tuple(x[rows.start : rows.stop] for x in tensors)
+
+
+def load(task: Task, weights: Weights, buffers: Weights | None, seed: int) -> nn.Module:
+    """A new model of the task with these weights."""
+    model = task.build(seed)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for name, x in {**weights, **(buffers or {})}.items():
+            state[name].copy_(x)
+    return model

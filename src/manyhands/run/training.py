@@ -1,0 +1,155 @@
+"""Training: one rank's part in a job whose loop is the user's own.
+
+    begin (all ranks from the lead's model) -> step ... step -> end (all ranks with the answer)
+
+It drives the life cycle of core/rank.py as `mh.train` does, and adds what is special to a user's loop: all ranks start
+from the model of the lead and get the answer at the end, batch sizes are checked when they are known, and a rank that
+fails says why. A server rank serves from `begin` until the workers have ended. A pipeline that streams must know its
+last mini-batch: `begin` announces a number of steps, and is called again, which drains it, to announce more.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from manyhands.core.barrier import barrier
+from manyhands.core.broadcast import broadcast_answer, broadcast_model, release_model
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.fields import Fields, OwnTask
+from manyhands.core.model_check import refuse_unlike
+from manyhands.core.param_groups import groups, rule_of
+from manyhands.core.port import Transport
+from manyhands.core.rank import RankRun
+from manyhands.core.rule import Rule
+from manyhands.core.strategy import Strategy
+from manyhands.core.worker import Worker
+from manyhands.rules.chain import with_step
+from manyhands.rules.optimizer import recreate
+
+
+@runtime_checkable
+class Fails(Protocol):
+    """A transport that can tell the other ranks why this one ends."""
+
+    def fail(self, error: BaseException) -> None:
+        """Report the error without waiting for any other rank."""
+
+
+class Training:
+    """A worker with its strategy, or a server with the same; the arguments are explained at `Hands`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        model: nn.Module,
+        loss: Callable[..., Tensor] | None,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer | None,
+        seed: int,
+    ) -> None:
+        if any(p._post_accumulate_grad_hooks for p in model.parameters()):
+            raise Refused("the model has gradient hooks, but must have none: a model can be joined only once at a time")
+        self.strategy = copy.deepcopy(strategy)
+        if optimizer is not None:
+            self.strategy = _with_rule(self.strategy, recreate(optimizer, dict(model.named_parameters())))
+        task, rule = OwnTask(model, loss), rule_of(self.strategy)
+        self.worker = Worker(transport, task, model, seed=seed, steps=0, batch_size=1, rule=rule)
+        self._run = RankRun(self.worker, self.strategy)
+        self.has_begun = False
+        self.replicas = self.strategy.replicas(len(self.worker.workers))
+        """How many copies of the model the workers hold together."""
+        self._divides = self.replicas < len(self.worker.workers)
+        self.streams = self.strategy.traits.streams
+        """Whether mini-batches of successive steps are in flight together."""
+        self._refuse_misplaced()
+
+    def begin(self, batch_size: int | None, steps: int, data_size: int | None = None) -> None:
+        """Set up, at the first call; announce `steps` mini-batches to a strategy that streams. Sizes may be unknown."""
+        w = self.worker
+        if self.has_begun:
+            if self.streams:
+                self._announce(steps)
+            return
+        if batch_size is not None:
+            self._check(batch_size)
+            w.batch_size = batch_size
+        w.steps, w.data_size = steps, data_size
+        self.has_begun = True
+        refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
+        broadcast_model(w)
+        programs = self.strategy.programs()
+        if w.transport.role in programs:
+            programs[w.transport.role](w)
+        else:
+            self._run.begin()
+            barrier(w)  # a worker that is set up may send, so all must be
+
+    def _announce(self, steps: int) -> None:
+        """Drain the pipeline and fill it again, for so many mini-batches more."""
+        w = self.worker
+        self.strategy.quiesce(w)
+        w.steps = w.step + steps
+        self.strategy.resume(w)
+
+    @torch.no_grad()
+    def step(self, batch: Fields) -> float | None:
+        """Consume one mini-batch; the newest known loss."""
+        w = self.worker
+        if self.streams and w.step >= w.steps:
+            raise Refused(
+                f"step {w.step + 1} is one more than was announced, but a pipeline that streams must know which "
+                "mini-batch is its last: take mini-batches from share()"
+            )
+        if self._divides and (batch.names or len(batch) != 2):
+            raise Refused(f"a step has {len(batch)} fields, but in a pipeline must have two, unnamed: input and target")
+        if batch.samples != w.batch_size:
+            self._check(batch.samples)
+        return self._run.step(batch)
+
+    def end(self) -> bool:
+        """Finish, broadcast the answer to all ranks, leave; whether this rank was the lead."""
+        w = self.worker
+        if not self.has_begun:
+            self.begin(None, 0)  # the other ranks may wait for this one
+        answer = None
+        if w.transport.role == "worker":
+            outcome = self._run.end()
+            if outcome.weights is not None and outcome.buffers is not None:
+                answer = {**outcome.weights, **outcome.buffers}
+        release_model(w.model)
+        led = broadcast_answer(w, self._run.lead, answer)
+        w.transport.leave()
+        return led
+
+    def fail(self, error: BaseException) -> None:
+        """End without waiting for other ranks; report the error to them if the transport can."""
+        if self.has_begun:
+            release_model(self.worker.model)
+        if isinstance(self.worker.transport, Fails):
+            self.worker.transport.fail(error)
+
+    def _check(self, batch_size: int) -> None:
+        w = self.worker
+        self.strategy.check(len(w.workers), len(w.servers), batch_size, w.model)
+
+    def _refuse_misplaced(self) -> None:
+        """Refuse a number of servers or hosts that the strategy cannot use."""
+        w = self.worker
+        servers, hosts = len(w.servers), len({w.transport.hosts[rank] for rank in w.workers})
+        refuse_unless(self.strategy.traits.servers or not servers, "servers", servers, "0: this method has none")
+        fits = hosts == 1 or not self.strategy.traits.one_host
+        refuse_unless(fits, "the number of hosts", hosts, "1: the workers of this method share memory")
+
+
+def _with_rule(strategy: Strategy, rule: Rule) -> Strategy:
+    """The same method with another rule for its steps; corrections of the gradient before a step are kept."""
+    if not dataclasses.is_dataclass(strategy) or "rule" not in {one.name for one in dataclasses.fields(strategy)}:
+        raise Refused(f"a {type(strategy).__name__} has no rule that an optimizer could replace")
+    changed: Strategy = dataclasses.replace(strategy, rule=with_step(strategy.rule, rule))
+    return changed

@@ -1,0 +1,1 @@
+"""How ranks are started, find each other and report how they ended."""

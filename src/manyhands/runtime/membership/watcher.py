@@ -1,0 +1,282 @@
+"""Watcher: supervises the ranks of one host.
+
+It authenticates them by the job's secret, hands out shared memory, and notices processes that end or are stopped. It
+passes their messages to the authority over the job, and its answers back: to a `Membership` of its own, or to the one
+of another host (`multi_host`).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+from manyhands.runtime.membership.auth_listener import AuthListener
+from manyhands.runtime.membership.control_channel import ChannelClosed, ControlChannel, Fields
+from manyhands.runtime.membership.error_codec import Facts, pack
+from manyhands.runtime.membership.event_loop import EventLoop
+from manyhands.runtime.membership.membership import Membership
+from manyhands.runtime.membership.memfd import Memories
+from manyhands.runtime.membership.process_monitor import Ending, ProcessMonitor
+from manyhands.runtime.membership.secret import Stranger
+from manyhands.runtime.rank_spec import RankSpec
+
+log = logging.getLogger("manyhands")
+
+GRACE = 1.0
+"""Seconds after the end of a run in which ranks must exit by themselves; then they are killed."""
+HASTE = 0.5
+"""The same if the caller is waiting: after an interrupt, an error or a second stop."""
+PATIENCE = 30.0
+"""Seconds in which ranks that were asked to stop must do so."""
+
+
+class Authority(Protocol):
+    """Decides about a job: a `Membership`, or the link to one. Called in the watcher's thread only."""
+
+    @property
+    def done(self) -> bool:
+        """Whether no other host needs this watcher any more."""
+
+    def on_message(self, rank: int, kind: str, fields: Fields) -> None:
+        """A rank has sent a message."""
+
+    def on_exit(self, rank: int, why: str, code: int | None) -> None:
+        """A rank's process has ended."""
+
+    def on_deadline(self, deadline: float) -> None:
+        """The time in which all ranks must be connected has passed."""
+
+    def finish(self) -> None:
+        """Ask all ranks to stop after their current step."""
+
+    def abort(self, cause: Facts) -> None:
+        """End the run of all ranks."""
+
+    def close(self) -> None:
+        """All ranks of this host have ended."""
+
+
+class Watcher:
+    """Watches until every rank has ended. As a context manager it leaves no rank behind.
+
+    Args:
+        spec: that of any rank of this host.
+        ranks: the ranks of this host; all, if not given.
+        authority: makes the object that decides; a `Membership`, if not given.
+        on_lines: takes the rows of the record that ranks send.
+        on_loss: called with every lost rank.
+    """
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        ranks: Iterable[int] | None = None,
+        *,
+        authority: Callable[[Watcher], Authority] | None = None,
+        on_lines: Callable[[Any], None] | None = None,
+        on_loss: Callable[[int], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.ranks = frozenset(range(spec.size) if ranks is None else ranks)
+        self.lost: list[tuple[int, str]] = []
+        self.endings: dict[int, Ending] = {}
+        self.cause: Facts | None = None
+        self._on_lines, self._on_loss = on_lines, on_loss
+        self._channels: dict[int, ControlChannel] = {}
+        self._rank_of: dict[ControlChannel, int | None] = {}
+        """None until its hello."""
+        self._watched: set[int] = set()
+        self._grace, self._patient, self._all_started = GRACE, False, False
+        self._finishing = False
+        self._error: Exception | None = None
+        self._began = 0.0
+        self.loop = EventLoop()
+        self._listener = AuthListener(_listen(spec.watcher), spec.secret, self.loop, self._admitted)
+        self._monitor = ProcessMonitor(lambda rank, ending: self.loop.post(partial(self._on_exit, rank, ending)))
+        self._memories = Memories()
+        self._authority = authority(self) if authority else Membership(spec.size, self.send, spec.pending_ranks)
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="manyhands-watcher", daemon=True)
+
+    # For its owner
+
+    def start(self, *, patient: bool = False) -> None:
+        """Begin to watch. The deadline counts from now or, if `patient`, from the first hello."""
+        self._patient = patient
+        if not patient:
+            self._start_deadline()
+        self._thread.start()
+
+    def watch(self, rank: int, pid: int, exit_code: Callable[[], int | None] = lambda: None) -> None:
+        """Monitor this rank's process from now on; other ranks are monitored from their hello on."""
+        self._watched.add(rank)
+        self._monitor.watch(rank, pid, exit_code)
+
+    def finish(self) -> None:
+        """Ask all ranks to stop after their step; a second call stops them at once. Signal handlers may call it."""
+        self.loop.post(self._finish)
+
+    def wait(self) -> None:
+        """All ranks have been started: wait until they have ended."""
+        self.loop.post(self._may_end)
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._thread.ident is None:
+            self._close()
+        else:
+            self._stop(error or KeyboardInterrupt())
+            self._thread.join()
+        self.loop.close()
+
+    def _stop(self, error: BaseException) -> None:
+        """End the run if it has not ended; further interrupts do not interrupt this."""
+        self.loop.post(partial(self._abort_now, pack(error, self.spec.rank)))
+        self.loop.post(self._may_end)
+        while not self._done.is_set():
+            try:
+                self._done.wait()
+            except KeyboardInterrupt:  # the run is being stopped already
+                continue
+
+    # In its own thread
+
+    def send(self, to: Sequence[int], kind: str, fields: Fields) -> None:
+        """Send a message to those of `to` that are connected, and take note of what it says."""
+        if kind == "lost":
+            self.lost.append((fields["rank"], fields["why"]))
+            if self._on_loss is not None:
+                self._on_loss(fields["rank"])
+        if kind == "abort" and self.cause is None:
+            self.cause = fields["error"]
+            self.loop.later(self._grace, self._monitor.kill)
+        if kind == "begin":  # the ranks of one machine share its clock
+            self._began = self._began or time.monotonic()
+            fields = {"at": self._began}
+        for rank in to:
+            if rank in self._channels:
+                self._channels[rank].send(kind, fields)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                self.loop.run_once()
+        except Exception as error:  # `wait` raises it, and no rank may run unwatched
+            self._error = error
+        finally:
+            self._monitor.kill()
+            self._close()
+            self._done.set()
+
+    def _is_over(self) -> bool:
+        expected = (
+            self._watched if self.cause is not None else self._watched | self.ranks - set(self.spec.pending_ranks)
+        )
+        return self._all_started and self.endings.keys() >= expected and self._authority.done
+
+    def _may_end(self) -> None:
+        self._all_started = True
+        if self.cause is not None:  # some may have been started after the others were killed
+            self.loop.later(self._grace, self._monitor.kill)
+
+    def _finish(self) -> None:
+        if self._finishing:
+            self._abort_now({"kind": "error", "text": "the run was asked to stop twice: it stopped at once"})
+            return
+        self._finishing = True
+        self._authority.finish()
+        text = f"the run was asked to stop, but has not stopped within {PATIENCE:g} s"
+        self.loop.later(PATIENCE, partial(self._abort_now, {"kind": "error", "text": text}))
+
+    def _abort_now(self, cause: Facts) -> None:
+        self._grace = HASTE
+        self._authority.abort(cause)
+        self._monitor.kill(self._watched - self._channels.keys())  # the message cannot reach them
+
+    def _start_deadline(self) -> None:
+        self.loop.later(self.spec.deadline, partial(self._authority.on_deadline, self.spec.deadline))
+
+    def _close(self) -> None:
+        self._listener.close()
+        self._authority.close()
+        for channel in self._rank_of:
+            channel.close()
+        self._monitor.close()
+        self._memories.close()
+
+    def _on_exit(self, rank: int, ending: Ending) -> None:
+        """Messages that a rank sent before its end count, even if they are read after it."""
+        if rank in self._channels:
+            self._read(self._channels[rank])
+        self.endings[rank] = ending
+        self._authority.on_exit(rank, str(ending), ending.code)
+
+    # Control channels
+
+    def _admitted(self, sock: socket.socket, _: bytes) -> None:
+        channel = ControlChannel(sock)
+        self._rank_of[channel] = None
+        self.loop.on_readable(channel, partial(self._read, channel))
+
+    def _read(self, channel: ControlChannel) -> None:
+        try:
+            for kind, fields, _ in channel.received():
+                self._on_message(channel, kind, fields)
+        except ChannelClosed:
+            self._close_channel(channel)
+        except Stranger as error:
+            log.warning("the watcher rejected a connection: %s", error)
+            self._close_channel(channel)
+
+    def _close_channel(self, channel: ControlChannel) -> None:
+        rank = self._rank_of.pop(channel)
+        if rank is not None:
+            del self._channels[rank]
+        self.loop.remove(channel)
+        channel.close()
+
+    def _on_message(self, channel: ControlChannel, kind: str, fields: Fields) -> None:
+        rank = self._rank_of[channel]
+        if rank is None:
+            self._on_hello(channel, kind, fields)
+        elif kind == "memory":
+            file, error = self._memories.ask(self.spec.hosts[rank], fields["name"], fields["nbytes"])
+            channel.send("memory", {"name": fields["name"], "error": error}, file=file)
+        elif kind == "lines":
+            if self._on_lines is not None:
+                self._on_lines(fields["rows"])
+        else:
+            self._authority.on_message(rank, kind, fields)
+
+    def _on_hello(self, channel: ControlChannel, kind: str, fields: Fields) -> None:
+        rank = fields.get("rank")
+        if kind != "hello" or rank not in self.ranks:
+            raise Stranger(f"its first message is {kind!r} of rank {rank}, which is not a rank of this host")
+        if rank in self._channels:
+            raise Stranger(f"it claims to be rank {rank}, which is connected already")
+        if self._patient and not self._channels:
+            self._patient = False
+            self._start_deadline()
+        self._rank_of[channel], self._channels[rank] = rank, channel
+        if rank not in self._watched:
+            self.watch(rank, fields["pid"])
+        self._authority.on_message(rank, kind, fields)
+
+
+def _listen(name: str) -> socket.socket:
+    """A socket with an abstract name: it is not a file, and vanishes with its process."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{name}")
+    listener.listen(128)
+    return listener

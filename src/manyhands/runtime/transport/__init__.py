@@ -1,0 +1,1 @@
+"""The port among real processes: links, wire format, flow control, shared memory."""
