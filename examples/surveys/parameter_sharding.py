@@ -28,8 +28,8 @@ from _drawing import Figure, draw
 
 import manyhands as mh
 from manyhands.core.flat import Flat
+from manyhands.core.port import REFERENCE_FLOPS
 from manyhands.core.sharding import WAYS
-from manyhands.core.worker import REFERENCE_FLOPS
 from manyhands.tasks import load
 
 WORKERS = (1, 2, 4, 8)

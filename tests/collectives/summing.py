@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from manyhands.codecs import TopK
+from manyhands.core.codec import CodecTraits
 from manyhands.core.flat import Span
 from manyhands.core.port import Tag
 from manyhands.core.task import Task
@@ -118,6 +119,7 @@ class OneBit:
     """The mean of what is positive, the mean of what is not, and which is which."""
 
     by_parameter: bool = False
+    traits = CodecTraits()
 
     def memory(self, like):
         return None
@@ -148,6 +150,7 @@ class Dithered:
     """Rounds at random, so that not even the sender knows the payload beforehand."""
 
     by_parameter: bool = False
+    traits = CodecTraits()
 
     def memory(self, like):
         return None
@@ -168,6 +171,7 @@ class ByLayer:
 
     codec: object
     by_parameter: bool = True
+    traits = CodecTraits()
 
     def __getattr__(self, name):
         return getattr(self.codec, name)

@@ -27,7 +27,7 @@ from manyhands.codecs import Feedback, Half, Raw
 from manyhands.collectives import collective
 from manyhands.collectives.compressed import Gather, Sparcml, check_pairs, sparcml
 from manyhands.collectives.compressed.streams import Stream, expected_union, most_sparse, received, total
-from manyhands.core.codec import Sparse, Warms
+from manyhands.core.codec import CodecTraits, Sparse, Warms
 from manyhands.core.encoder import codec_for_span
 from manyhands.core.errors import BadPayload, Refused
 from manyhands.core.flat import Span
@@ -130,6 +130,7 @@ class AsGiven:
     """Whatever is not 0."""
 
     by_parameter: bool = False
+    traits = CodecTraits()
 
     def memory(self, like):
         return None
@@ -225,6 +226,7 @@ class Growing:
 
     codec: Pairs
     by_parameter: bool = False
+    traits = CodecTraits()
 
     def at(self, step):
         return self.codec if step else Pairs(0.8)

@@ -12,7 +12,6 @@ from manyhands.codecs import Feedback, vector_kernels
 from manyhands.core.codec import (
     OPTIONAL,
     Codec,
-    Plain,
     RoundingCodec,
     Shares,
     Sparse,
@@ -104,7 +103,7 @@ def test_every_public_member_is_in_the_protocol_or_in_the_table(kind):
 
 
 def test_the_table_lists_the_members_of_the_optional_protocols():
-    optional = [Varies, Sparse, Warms, Thins, Wraps, Shares, RoundingCodec, Plain]
+    optional = [Varies, Sparse, Warms, Thins, Wraps, Shares, RoundingCodec]
     listed = {(meaning.partition(":")[0], name) for name, meaning in OPTIONAL.items()}
     assert listed == {(protocol.__name__, name) for protocol in optional for name in members_of(protocol)}
 
@@ -329,11 +328,13 @@ def test_pairs_are_indices_and_unchanged_values(codec):
     assert torch.equal(decoded(codec, payload, x)[indices.long()], values)
 
 
-@of(those(lambda codec: isinstance(codec, Plain)))
-def test_the_plain_vector_is_the_decoded_one(codec):
+@of(those(lambda codec: codec.traits.plain))
+def test_a_plain_payload_is_the_vector_itself(codec):
     (x,) = vectors(1, 1003, torch.float64)
     payload = encoded(codec, x)
-    assert torch.equal(codec.plain(payload), decoded(codec, payload, x))
+    assert [one.data_ptr() for one in payload] == [x.data_ptr()] and torch.equal(payload[0], x)
+    assert torch.equal(decoded(codec, payload, x), x)
+    assert codec.memory(x) is None and not codec.by_parameter
 
 
 @of(those(lambda codec: isinstance(codec, Thins)))

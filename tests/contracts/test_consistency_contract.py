@@ -15,6 +15,7 @@ from manyhands import consistency
 from manyhands.codecs import Raw
 from manyhands.core.consistency import OPTIONAL, Consistency, Picks
 from manyhands.core.flat import ParamSlot, Span
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.rules import Sgd
 from manyhands.servers.clock_table import NEVER, ClockTable
@@ -46,10 +47,10 @@ class Play:
         self.workers, self.clocks = range(workers), clocks
         weights = torch.zeros(1, dtype=torch.float64)
         slot = ParamSlot("w", Span(0, 0, 1), weights.shape, 0)
-        weight_slice = WeightSlice(Span(0, 0, 1), weights, [slot], Sgd(1.0))
+        weight_slice = WeightSlice(UNCHARGED, Span(0, 0, 1), weights, [slot], Sgd(1.0))
         when = when.among(workers) if isinstance(when, Picks) else when
-        pending = PendingGradients([Raw()], [weights], "never")
-        self.shard = RecordingShard([weight_slice], when, ClockTable(workers, 0), pending, batch_size=1)
+        pending = PendingGradients(UNCHARGED, [Raw()], [weights], "never")
+        self.shard = RecordingShard(UNCHARGED, [weight_slice], when, ClockTable(workers, 0), pending, batch_size=1)
         self.clock = [0] * workers
         self.state = ["wants to read"] * workers
         self.seen = [0] * workers

@@ -7,6 +7,7 @@ import pytest
 import torch
 from part_modules import check_module, classes_with, examples, members_of, modules, public_members
 
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.splits import schedules, versions
 from manyhands.splits.schedules import bubble, in_flight, makespan, picture, staleness, timeline
 from manyhands.splits.versions.latest import Latest
@@ -107,7 +108,7 @@ def test_the_weights_of_a_backward_pass_are_as_old_as_the_policy_says(policy, na
         version, live, given = VERSIONS[policy](), [torch.zeros(1, requires_grad=True)], {}
         for op, m in row:
             if op == "F":
-                given[m] = version.forward(m, live)
+                given[m] = version.forward(m, live, UNCHARGED)
             else:
                 behind = live[0].item() - given[m][0].item()
                 assert version.done(m) == behind

@@ -10,6 +10,7 @@ from manyhands.core.flat import Span
 from manyhands.core.rule import UpdateContext
 from manyhands.core.strategy import Strategy, Traits
 from manyhands.core.task import Task
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 from manyhands.rules import Momentum
@@ -150,7 +151,7 @@ def test_divided_state_is_joined_and_cut_again():
         def setup(self, w):
             edges = {3: [0, 1, 2, 4], 2: [0, 3, 4]}[len(w.workers)]
             span = Span(0, edges[w.rank], edges[w.rank + 1])
-            self.slices = [WeightSlice(span, w.flat.weights(span), w.flat.slots, Momentum(0.1))]
+            self.slices = [WeightSlice(UNCHARGED, span, w.flat.weights(span), w.flat.slots, Momentum(0.1))]
 
         def declared_state(self, w):
             return {"rule": RuleState(w.flat.slots, self.slices, "divided")}

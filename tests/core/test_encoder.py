@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from manyhands.codecs import Feedback, Half, Raw, SampledTopK, TopK
+from manyhands.core.codec import CodecTraits
 from manyhands.core.encoder import Encoder, PerParameterCodec, check_rounds, codec_for_span
 from manyhands.core.errors import BadPayload, Diverged, Refused
 from manyhands.core.flat import Span
@@ -22,6 +23,7 @@ class Shaped:
     """A codec by parameter that sends everything and a random number, and counts the parameters in its memory."""
 
     by_parameter = True
+    traits = CodecTraits()
 
     def __init__(self):
         self.shapes = []

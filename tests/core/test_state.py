@@ -10,6 +10,7 @@ from manyhands.core.errors import Refused
 from manyhands.core.flat import Flat, Span
 from manyhands.core.rule import Remembers, UpdateContext
 from manyhands.core.state import add, join, load_vectors, named, restore, section, state_slices, under
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.rules import Adam, ClipNorm, ClipValue, Momentum, Sgd, Torch, chain
 
@@ -55,7 +56,7 @@ class Model:
         self.vector = part.weights.clone()
         edges = [0, *cuts, self.total]
         spans = [Span(0, *edge) for edge in pairwise(edges)]
-        self.slices = [WeightSlice(s, self.vector[s.start : s.stop], self.flat.slots, rule) for s in spans]
+        self.slices = [WeightSlice(UNCHARGED, s, self.vector[s.start : s.stop], self.flat.slots, rule) for s in spans]
 
     def step(self, seed, untouched=()):
         g = torch.randn(self.total, generator=torch.Generator().manual_seed(seed))
@@ -141,8 +142,8 @@ def test_names_of_parameters_may_have_colons_and_slashes():
     layer = nn.Module()
     layer.register_parameter("a:b/c", nn.Parameter(torch.arange(3.0)))
     flat = Flat(dict(layer.named_parameters()))
-    slices = [WeightSlice(Span(0, 0, 2), torch.zeros(2), flat.slots, Momentum(0.1))]
-    slices += [WeightSlice(Span(0, 2, 3), torch.zeros(1), flat.slots, Momentum(0.1))]
+    slices = [WeightSlice(UNCHARGED, Span(0, 0, 2), torch.zeros(2), flat.slots, Momentum(0.1))]
+    slices += [WeightSlice(UNCHARGED, Span(0, 2, 3), torch.zeros(1), flat.slots, Momentum(0.1))]
     for one in slices:
         one.update(torch.ones_like(one.weights), UpdateContext(one.weights))
     saved = join(state_slices(slices, flat.slots))

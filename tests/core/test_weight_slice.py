@@ -8,6 +8,7 @@ from torch import nn
 
 from manyhands.core.flat import Flat, Span
 from manyhands.core.rule import UpdateContext
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice, replica_slices
 from manyhands.rules import Adam, Momentum, Sgd, Torch
 
@@ -96,7 +97,7 @@ CUTS = [0, 3, 20, 22, 41, 61]
 def test_a_replica_equals_torch_also_when_parameters_are_unused_in_some_steps(rule, optimizer, used):
     model, twin = twins()
     flat = make_flat(model)
-    by_slices(model, flat, replica_slices(flat, rule), used)
+    by_slices(model, flat, replica_slices(UNCHARGED, flat, rule), used)
     by_torch(twin, optimizer(twin.parameters()), used)
     assert_equal(model, twin)
 
@@ -107,7 +108,7 @@ def test_an_elementwise_rule_may_be_cut_anywhere(rule, optimizer, used):
     model, twin = twins()
     flat = make_flat(model)
     spans = [Span(0, start, stop) for start, stop in pairwise(CUTS)]
-    slices = [WeightSlice(span, flat.weights(span), flat.slots, rule) for span in spans]
+    slices = [WeightSlice(UNCHARGED, span, flat.weights(span), flat.slots, rule) for span in spans]
     by_slices(model, flat, slices, used)
     by_torch(twin, optimizer(twin.parameters()), used)
     assert_equal(model, twin)
@@ -121,7 +122,7 @@ def test_a_rule_that_is_not_elementwise_gets_whole_shapes(used):
     flat = make_flat(model)
     rule = Torch("Adafactor", **knobs)
     assert not rule.elementwise
-    (weight_slice,) = replica_slices(flat, rule)
+    (weight_slice,) = replica_slices(UNCHARGED, flat, rule)
     by_slices(model, flat, [weight_slice], used)
     by_torch(twin, torch.optim.Adafactor(twin.parameters(), **knobs), used)
     assert_equal(model, twin)
@@ -151,7 +152,7 @@ def spied(elementwise, *untouched):
     flat = make_flat(model)
     flat.groups[0].weights.zero_()
     rule = Spy(elementwise)
-    (weight_slice,) = replica_slices(flat, rule)
+    (weight_slice,) = replica_slices(UNCHARGED, flat, rule)
     for marks in untouched:
         weight_slice.update(torch.zeros(61, dtype=torch.float64), UpdateContext(weight_slice.weights), frozenset(marks))
     return rule.seen, weight_slice, flat
@@ -197,7 +198,7 @@ def test_counts_and_state_may_be_in_memory_of_the_caller():
 
     span = Span(0, 10, 27)
     rule = Spy()
-    weight_slice = WeightSlice(span, flat.weights(span), flat.slots, rule, allocate, counts)
+    weight_slice = WeightSlice(UNCHARGED, span, flat.weights(span), flat.slots, rule, allocate, counts)
     assert weight_slice.param_ids == [0, 1, 2]
     weight_slice.update(torch.zeros(17, dtype=torch.float64), UpdateContext(weight_slice.weights))
     weight_slice.update(torch.zeros(17, dtype=torch.float64), UpdateContext(weight_slice.weights), {1})
@@ -211,8 +212,8 @@ def test_every_dtype_group_of_a_model_has_a_slice_that_may_have_other_weights():
     model = nn.ModuleDict({"short": nn.Linear(2, 2), "long": nn.Linear(2, 1).double()})
     flat = make_flat(model)
     mine, others = (
-        replica_slices(flat, Sgd(0.1)),
-        replica_slices(flat, Sgd(0.1), [torch.zeros(6), torch.zeros(3).double()]),
+        replica_slices(UNCHARGED, flat, Sgd(0.1)),
+        replica_slices(UNCHARGED, flat, Sgd(0.1), [torch.zeros(6), torch.zeros(3).double()]),
     )
     assert [weight_slice.span for weight_slice in mine] == [Span(0, 0, 6), Span(1, 0, 3)]
     assert [weight_slice.weights is part.weights for weight_slice, part in zip(mine, flat.groups, strict=True)] == [
@@ -229,7 +230,7 @@ def test_every_dtype_group_of_a_model_has_a_slice_that_may_have_other_weights():
 def test_weights_that_require_a_gradient_are_updated_without_one():
     w = torch.ones(3, requires_grad=True)
     flat = Flat({"w": nn.Parameter(torch.zeros(3))})
-    weight_slice = WeightSlice(Span(0, 0, 3), w, flat.slots, Sgd(1.0))
+    weight_slice = WeightSlice(UNCHARGED, Span(0, 0, 3), w, flat.slots, Sgd(1.0))
     weight_slice.update(torch.ones(3), UpdateContext(w))
     assert w.tolist() == [0.0] * 3
     assert w.is_leaf
@@ -239,7 +240,7 @@ def test_sizes_only_are_never_updated():
     with torch.device("meta"):
         flat = make_flat(Branches())
     rule = Spy()
-    (weight_slice,) = replica_slices(flat, rule)
+    (weight_slice,) = replica_slices(UNCHARGED, flat, rule)
     weight_slice.update(torch.empty(61, device="meta"), UpdateContext(weight_slice.weights))
     assert rule.seen == []
     assert list(weight_slice.counts) == [0] * 6

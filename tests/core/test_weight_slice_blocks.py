@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.core import kernels
+from manyhands.core import vector_ops
 from manyhands.core import weight_slice as module
 from manyhands.core.flat import Flat, ParamSlot, Span
 from manyhands.core.rule import UpdateContext
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice, replica_slices
 from manyhands.rules import Adagrad, Adam, Momentum, Nesterov, RmsProp, Sgd, Torch, chain
 
@@ -80,7 +81,7 @@ def slots(sizes, dtype):
 
 
 def slice_of(rule, sizes, span, dtype):
-    return WeightSlice(span, noise(span.numel, dtype, 0), slots(sizes, dtype), copy.deepcopy(rule))
+    return WeightSlice(UNCHARGED, span, noise(span.numel, dtype, 0), slots(sizes, dtype), copy.deepcopy(rule))
 
 
 class Plain:
@@ -236,7 +237,7 @@ def test_a_rule_that_needs_whole_tensors_gets_the_mean_in_whole_tensors(small_bl
     rule = Whole()
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 2))
     flat = Flat(dict(model.named_parameters()))
-    (weight_slice,) = replica_slices(flat, rule)
+    (weight_slice,) = replica_slices(UNCHARGED, flat, rule)
     before, gs = flat.named(), [noise(flat.numel, torch.float32, k) for k in range(3)]
     weight_slice.apply_mean(gs, UpdateContext(weight_slice.weights))
     assert rule.given == [(30, 20), (30,), (2, 30), (2,)]
@@ -271,7 +272,7 @@ def test_sgd_with_decay_or_in_half_precision_cannot_move_in_one_pass():
 
 
 def test_sizes_only_are_not_merged():
-    (weight_slice,) = replica_slices(Flat({"w": nn.Parameter(torch.empty(3, device="meta"))}), Spy())
+    (weight_slice,) = replica_slices(UNCHARGED, Flat({"w": nn.Parameter(torch.empty(3, device="meta"))}), Spy())
     weight_slice.apply_mean([torch.empty(3, device="meta")] * 2, UpdateContext(weight_slice.weights))
     assert list(weight_slice.counts) == [0]
 
@@ -282,7 +283,7 @@ def test_weights_are_copied_in_the_same_pass_bit_for_bit(rule, numel):
     noise = torch.Generator().manual_seed(numel)
     weights, g, into = (torch.randn(numel, generator=noise) for _ in range(3))
     place = ParamSlot("w", Span(0, 0, numel), torch.Size([numel]), 0)
-    weight_slice = WeightSlice(Span(0, 0, numel), weights, [place], rule)
+    weight_slice = WeightSlice(UNCHARGED, Span(0, 0, numel), weights, [place], rule)
     other = torch.empty_like(into)
     weight_slice.apply_mean([g], UpdateContext(weights), into=[into, other])
     assert torch.equal(into, weights) and torch.equal(other, weights)
@@ -294,9 +295,9 @@ def test_weights_are_copied_in_the_same_pass_bit_for_bit(rule, numel):
 @pytest.fixture(params=["the kernels", "torch"])
 def with_or_without_kernels(request, monkeypatch):
     """However little it is; and what there is without a compiler."""
-    monkeypatch.setattr(kernels, "LITTLE", 0)
+    monkeypatch.setattr(vector_ops, "LITTLE", 0)
     if request.param == "torch":
-        monkeypatch.setattr(kernels, "compiled", lambda *_: None)
+        monkeypatch.setattr(vector_ops, "compiled", lambda *_: None)
 
 
 @pytest.mark.usefixtures("with_or_without_kernels")
@@ -304,7 +305,7 @@ def with_or_without_kernels(request, monkeypatch):
 @pytest.mark.parametrize("numel", [0, 1, 15, 16, 17, 1000])
 def test_streaming_copies_every_byte_and_no_other(start, numel):
     x, memory = torch.arange(numel, dtype=torch.uint8) + 1, torch.zeros(numel + 64, dtype=torch.uint8)
-    kernels.stream(x, memory[start : start + numel])
+    vector_ops.stream(x, memory[start : start + numel])
     assert torch.equal(memory[start : start + numel], x)
     assert int(memory.sum()) == int(x.sum(dtype=torch.int64))
 
@@ -318,7 +319,7 @@ def test_a_step_that_also_copies_has_the_bits_of_a_step_and_a_copy(start, numel,
     w, g = torch.randn(numel + 4, dtype=dtype)[start % 3 :][:numel], torch.randn(numel, dtype=dtype)
     memory = torch.zeros(numel + 16, dtype=dtype)
     expected = w + g * -0.1
-    kernels.step(w, g, -0.1, memory[start : start + numel])
+    vector_ops.step(w, g, -0.1, memory[start : start + numel])
     assert torch.equal(w, expected)
     assert torch.equal(memory[start : start + numel], expected)
     assert not memory[:start].any() and not memory[start + numel :].any()

@@ -259,7 +259,7 @@ def test_what_was_pushed_is_averaged_before_a_checkpoint_however_late_it_comes(t
     class Apart(type(mh.gossip())):
         def setup(self, w):
             super().setup(w)
-            self.own.place([torch.full_like(x, 2 * w.rank + 1) for x in self.own.x])
+            torch._foreach_copy_(self.own.x, [torch.full_like(x, 2 * w.rank + 1) for x in self.own.x])
             self.own.show()
 
         def _chosen(self, w):

@@ -9,6 +9,7 @@ from toys import probed
 import manyhands as mh
 from manyhands.collectives.cost import factors_pay, layer_elements
 from manyhands.core.flat import Flat
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.rules import Adam, Momentum, Sgd
 from manyhands.splits.data import Share
 from manyhands.strategies.allreduce import AllReduce
@@ -78,8 +79,8 @@ def test_the_product_of_all_factors_is_the_sum_of_all_gradients():
         model(torch.randn(4, 7, generator=draw, dtype=torch.float64)).pow(3).sum().backward()
         flat.close()
         total += flat.gradient_of(layer.weight)
-        pairs.append(layer.take(flat))
-    layer.rebuild(flat, *(torch.cat(column) for column in zip(*pairs, strict=True)))
+        pairs.append(layer.take(UNCHARGED, flat, samples=4))
+    layer.rebuild(UNCHARGED, flat, *(torch.cat(column) for column in zip(*pairs, strict=True)))
     torch.testing.assert_close(flat.gradient_of(layer.weight), total, rtol=0, atol=1e-12)
     hook.remove()
 

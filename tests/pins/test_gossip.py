@@ -29,7 +29,7 @@ def starting_at(strategy, *values, **looks):
     """The strategy, with worker k at the k-th value."""
 
     def begin(s, w):
-        s.own.place([torch.full_like(x, values[w.rank]) for x in s.own.x])
+        torch._foreach_copy_(s.own.x, [torch.full_like(x, values[w.rank]) for x in s.own.x])
         s.own.show()
 
     return probed(strategy, setup=begin, **looks)
@@ -40,7 +40,7 @@ def scattered(strategy, start, **looks):
 
     def begin(s, w):
         noise = torch.Generator().manual_seed(w.rank)
-        s.own.place([x + 0.1 * torch.randn(x.shape, generator=noise, dtype=x.dtype) for x in s.own.x])
+        torch._foreach_copy_(s.own.x, [x + 0.1 * torch.randn(x.shape, generator=noise, dtype=x.dtype) for x in s.own.x])
         s.own.show()
         start[w.rank] = s.own.x[0].clone()
 

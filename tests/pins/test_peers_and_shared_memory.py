@@ -166,7 +166,7 @@ def test_averaging_keeps_the_mean(digits64, graph, speeds):
 
     def scatter(s, w):
         noise = torch.Generator().manual_seed(w.rank)
-        s.own.place([torch.randn(x.shape, generator=noise, dtype=x.dtype) for x in s.own.x])
+        torch._foreach_copy_(s.own.x, [torch.randn(x.shape, generator=noise, dtype=x.dtype) for x in s.own.x])
         start[w.rank] = s.own.x[0].clone()
 
     strategy = probed(mh.ad_psgd(rule=Sgd(1e-300), graph=graph), setup=scatter)

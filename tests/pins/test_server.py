@@ -158,13 +158,14 @@ def test_a_worker_with_a_cache_asks_only_when_it_must_and_sees_its_own_updates(w
     assert whole.weights_sha256 == result.weights_sha256, "alone it is sequential SGD, read or not"
 
 
-@pytest.mark.parametrize("speeds", [[1, 1, 1, 1], [1, 0.2, 3, 1]])
-def test_a_cache_keeps_the_bound_and_reads_less(speeds, digits64):
+@pytest.mark.parametrize(("speeds", "at_most"), [([1, 1, 1, 1], 0.65), ([1, 0.2, 3, 1], 0.9)])
+def test_a_cache_keeps_the_bound_and_reads_less(speeds, at_most, digits64):
+    """Of equal workers about every fifth step reads; fast workers that wait at the bound read in every step anyway."""
     cluster = mh.Cluster(workers=4, servers=2, speeds=speeds, jitter=0.3)
     runs = [mh.train(digits64, mh.ssp(staleness=4, cache=cache), cluster=cluster, steps=20) for cache in (False, True)]
     lags = [line["lag"] for line in runs[1].records if "loss" in line]
     assert max(lags) <= 4
-    assert runs[1].bytes_sent < 0.8 * runs[0].bytes_sent
+    assert runs[1].bytes_sent < at_most * runs[0].bytes_sent
 
 
 def test_a_cache_needs_updates_that_add_up():

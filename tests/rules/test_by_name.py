@@ -8,6 +8,7 @@ from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.core.flat import Flat, Span
 from manyhands.core.param_groups import groups, rule_for
 from manyhands.core.rule import UpdateContext
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice, replica_slices
 from manyhands.rules import Adam, ClipValue, Momentum, Sgd, Torch, by_name, chain
 
@@ -73,7 +74,7 @@ def test_parameters_of_one_rule_are_a_dtype_group():
         ["0.bias", "1.bias"],
     ]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for weight_slice, group in zip(replica_slices(flat, rule), flat.groups, strict=True):
+    for weight_slice, group in zip(replica_slices(UNCHARGED, flat, rule), flat.groups, strict=True):
         weight_slice.update(group.grad, UpdateContext(weight_slice.weights))
     for name, p in model.named_parameters():
         assert torch.equal(p, before[name] if name.endswith("bias") else before[name] * 0.75)
@@ -82,7 +83,9 @@ def test_parameters_of_one_rule_are_a_dtype_group():
 def test_parameters_of_a_dtype_group_must_have_one_rule():
     flat = Flat(dict(net().named_parameters()))
     with pytest.raises(Refused, match=r"0\.weight|1\.weight and .*bias are in one group, but must not be"):
-        WeightSlice(Span(0, 0, 3), flat.groups[0].weights[:3], flat.slots, by_name({"*.bias": PLAIN, "*": DECAYS}))
+        WeightSlice(
+            UNCHARGED, Span(0, 0, 3), flat.groups[0].weights[:3], flat.slots, by_name({"*.bias": PLAIN, "*": DECAYS})
+        )
 
 
 def test_a_link_of_a_chain_may_choose():

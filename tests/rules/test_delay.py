@@ -9,6 +9,7 @@ from manyhands.core import weight_slice as blocks
 from manyhands.core.errors import Refused
 from manyhands.core.flat import ParamSlot, Span
 from manyhands.core.rule import UpdateContext
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.rules import AdaptiveDamping, AgeAware, DelayCompensation, Sgd, StalenessAware, chain
 
@@ -106,7 +107,7 @@ def test_blocks_and_copies_on_the_way_do_not_change_an_update(link, monkeypatch)
         monkeypatch.setattr(blocks, "BLOCK_BYTES", nbytes)
         weights, seen = noise(1, torch.float32), noise(2, torch.float32)
         slot = ParamSlot("w", Span(0, 0, N), torch.Size([N]), 0)
-        weight_slice = WeightSlice(Span(0, 0, N), weights, [slot], chain(link, Sgd(0.1)), knows_seen=True)
+        weight_slice = WeightSlice(UNCHARGED, Span(0, 0, N), weights, [slot], chain(link, Sgd(0.1)), knows_seen=True)
         for step in range(4):
             g, into = noise(10 + step, torch.float32), torch.zeros(N)
             weight_slice.apply_mean([g], UpdateContext(weights, lag=step, rank=step, seen=seen), into=(into, seen))

@@ -7,6 +7,7 @@ import torch
 
 from manyhands.codecs import Raw
 from manyhands.core.flat import Span
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.servers.aggregation import INNER, AggregationTree, AggregatorUplink
 from manyhands.servers.shard_server import ASK, DONE, JOIN, PUSH, QUIESCE, READY, WEIGHTS, PushHeader
 
@@ -52,7 +53,7 @@ class Talk:
     def __init__(self, waits):
         self.port = Port()
         flat = SimpleNamespace(weights=lambda span: torch.zeros(span.numel, dtype=torch.float64), slots=[])
-        w = SimpleNamespace(transport=self.port, flat=flat, charge_copy=lambda nbytes: None)
+        w = SimpleNamespace(transport=self.port, flat=flat, ops=UNCHARGED)
         self.uplink = AggregatorUplink(w, SERVER, [Span(0, 0, 2)], CHILDREN, Raw(), Raw(), waits)
 
     def push(self, child, value=1.0, seen=0, untouched=(), batches=1):

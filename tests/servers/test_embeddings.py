@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.servers.embeddings import EmbeddingTable, find_tables
 from manyhands.servers.embeddings.server import _mean
 
@@ -34,7 +35,7 @@ def test_the_mean_counts_workers_and_not_those_who_touched_a_row():
         (torch.tensor([0, 3]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
         (torch.tensor([3, 7]), torch.tensor([[10.0, 20.0], [30.0, 40.0]])),
     ]
-    mean = _mean(touched, workers=4)
+    mean = _mean(UNCHARGED, touched, workers=4)
     assert mean.indices().tolist() == [[0, 3, 7]]
     assert mean.values().tolist() == [[0.25, 0.5], [3.25, 6.0], [7.5, 10.0]]
 
@@ -50,7 +51,7 @@ def test_a_table_turns_dense_with_the_gradient_it_has():
     rows, values = table.gradient()
     assert rows.tolist() == [1, 3] and values.tolist() == [[2, 2], [1, 1]]
     table.flat.groups[0].grad.fill_(7)
-    table.make_dense(Sgd(0.1))
+    table.make_dense(UNCHARGED, Sgd(0.1))
     assert table.flat.groups[0].outgoing.tolist() == [0, 0, 2, 2, 0, 0, 1, 1, 1]
     table.flat.open()
     module(torch.tensor([2])).sum().backward()

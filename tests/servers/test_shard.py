@@ -10,6 +10,7 @@ from manyhands.codecs import Feedback, Half, Raw, TopK
 from manyhands.consistency import Bulk, Free, Stale
 from manyhands.core import weight_slice as blocks
 from manyhands.core.flat import Flat, Span
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.rules import Adagrad, Adam, Momentum, Sgd
 from manyhands.servers.clock_table import ClockTable
@@ -30,20 +31,20 @@ def pending_of(kind, flat, codec, slots):
     """Of a server, where messages are kept until they are applied, or of a shard in memory that processes share."""
     codecs, weights = [codec] * len(SPANS), [flat.weights(span) for span in SPANS]
     if kind == "lent" or not slots:
-        return PendingGradients(codecs, weights, decode_when_applied(codecs))
+        return PendingGradients(UNCHARGED, codecs, weights, decode_when_applied(codecs))
     shared = {}
 
     def memory(name, like):
         return shared.setdefault(name, torch.zeros(like.numel(), dtype=like.dtype))
 
-    return PendingGradients(codecs, weights, "on_push", len(flat.slots), slots, memory)
+    return PendingGradients(UNCHARGED, codecs, weights, "on_push", len(flat.slots), slots, memory)
 
 
 def shard_of(kind, when, rule, codec):
     flat = model_flat()
-    slices = [WeightSlice(span, flat.weights(span).clone(), flat.slots, rule) for span in SPANS]
+    slices = [WeightSlice(UNCHARGED, span, flat.weights(span).clone(), flat.slots, rule) for span in SPANS]
     pending = pending_of(kind, flat, codec, slots=0 if when.ready(1, 2) else WORKERS)
-    return Shard(slices, when, ClockTable(WORKERS, 0), pending, batch_size=1)
+    return Shard(UNCHARGED, slices, when, ClockTable(WORKERS, 0), pending, batch_size=1)
 
 
 def gradient(seed):
@@ -154,7 +155,7 @@ def test_merged_parameters_are_skipped_only_if_no_worker_touched_them(kind):
 @pytest.mark.parametrize(("codec", "decode"), [(Raw(), "never"), (Raw(), "on_apply"), (Half(), "on_apply")])
 def test_only_a_gradient_that_is_never_decoded_is_read_in_its_message(codec, decode):
     flat, payload, released = model_flat(), encoded(codec, gradient(0)), []
-    pending = PendingGradients([codec] * 2, [flat.weights(span) for span in SPANS], decode)
+    pending = PendingGradients(UNCHARGED, [codec] * 2, [flat.weights(span) for span in SPANS], decode)
     pending.put(0, payload, (1,), lambda: released.append(0))
     found, untouched = pending.read([0])
     assert untouched == {1} and not released

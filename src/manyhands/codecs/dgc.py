@@ -64,7 +64,7 @@ class Dgc:
     @property
     def traits(self) -> CodecTraits:
         """Those of the codec inside, and momentum."""
-        return replace(self.codec.traits, unbiased=False, momentum=True)
+        return replace(self.codec.traits, unbiased=False, momentum=True, plain=False)
 
     def memory(self, like: Tensor) -> Tensor:
         """v (what has not been sent) and u (the momentum)."""

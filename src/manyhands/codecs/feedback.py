@@ -50,7 +50,7 @@ class Feedback:
     @property
     def traits(self) -> CodecTraits:
         """Those of the codec inside; with a memory it is not unbiased."""
-        return replace(self.codec.traits, unbiased=False)
+        return replace(self.codec.traits, unbiased=False, plain=False)
 
     @property
     def shared(self) -> bool:

@@ -21,7 +21,7 @@ class Raw:
     """No compression; the payload is the vector itself, not a copy."""
 
     by_parameter: ClassVar[bool] = False
-    traits: ClassVar[CodecTraits] = CodecTraits()
+    traits: ClassVar[CodecTraits] = CodecTraits(plain=True)
 
     def memory(self, like: Tensor) -> None:
         """No memory: nothing is lost."""
@@ -35,10 +35,6 @@ class Raw:
         """Copy the payload into `out`."""
         (x,) = expect(payload, (out.numel(), out.dtype))
         out.copy_(x.view(out.shape))
-
-    def plain(self, payload: Sequence[Tensor]) -> Tensor:
-        """The vector inside the payload: a reader needs no copy."""
-        return payload[0]
 
     def rounding(self, dtype: torch.dtype) -> float:
         """0: no number changes."""

@@ -64,7 +64,7 @@ class WarmUp:
     @property
     def traits(self) -> CodecTraits:
         """Those of the codec inside."""
-        return self.codec.traits
+        return replace(self.codec.traits, plain=False)
 
     def at(self, step: int) -> Codec:
         """The codec that encodes in this step, from 0."""

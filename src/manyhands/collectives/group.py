@@ -27,6 +27,7 @@ from torch import Tensor
 
 from manyhands.core.errors import BadPayload, Refused, refuse_unless
 from manyhands.core.port import Message, ReduceOp, Tag, Transport, recv
+from manyhands.core.vector_ops import UNCHARGED
 
 KIND = Tag("collective", carries="vectors")
 
@@ -105,7 +106,7 @@ class Outbox:
     def like(self, x: Tensor) -> Tensor:
         """As many elements as `x` has, with any content."""
         if x.is_meta:
-            return torch.empty_like(x)
+            return x
         memory = self._memory.get(x.dtype)
         if memory is None or memory.numel() < x.numel() or memory.device != x.device:
             memory = self._memory[x.dtype] = torch.empty_like(x)
@@ -119,14 +120,14 @@ def vector(x: Tensor) -> Tensor:
 
 
 def combine(x: Tensor, y: Tensor, op: ReduceOp, out: Tensor) -> None:
-    """Write `x + y` or their maximum, unless there are only sizes."""
-    if not out.is_meta:
+    """Write `x + y` or their maximum; in simulated time that is part of the time of a message."""
+    if UNCHARGED.computes(out):
         (torch.add if op == "sum" else torch.maximum)(x, y, out=out)
 
 
 def copy(x: Tensor, out: Tensor) -> None:
-    """Copy, unless there are only sizes or both are the same memory."""
-    if not out.is_meta and out.data_ptr() != x.data_ptr():
+    """Copy, unless both are the same memory."""
+    if UNCHARGED.computes(out) and out.data_ptr() != x.data_ptr():
         out.copy_(x)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from manyhands.collectives.group import RankGroup, check_length, copy, vector
 from manyhands.core.errors import refuse_unless
 from manyhands.core.port import Transport, even_spans
+from manyhands.core.vector_ops import UNCHARGED
 
 
 def family(index: int, size: int) -> tuple[int | None, list[int]]:
@@ -60,8 +61,8 @@ class PlainCollective:
         total = own.clone()
         for index in range(group.size):
             if index == group.index_in_group:
-                if index and not total.is_meta:
-                    total.add_(own)
+                if index:
+                    UNCHARGED.add(total, own)
             elif index == 0:
                 group.copy_into(index, total)
             else:

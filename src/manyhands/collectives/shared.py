@@ -33,6 +33,7 @@ from manyhands.collectives.plain import PlainCollective
 from manyhands.collectives.shm_barrier import shm_barrier
 from manyhands.core.errors import refuse_unless
 from manyhands.core.port import ReduceOp, Transport
+from manyhands.core.vector_ops import vector_ops
 
 
 def capacity(numel: int) -> int:
@@ -46,6 +47,7 @@ class Shared(PlainCollective):
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
         super().__init__(transport, ranks, "shared")
+        self._ops = vector_ops(transport)
         hosts = sorted({transport.hosts[rank] for rank in ranks})
         refuse_unless(len(hosts) == 1, "the number of hosts of a shared collective", len(hosts), "1: it needs memory")
         self._barrier = shm_barrier(transport, ranks, f"shared.{self._group.label}", self._group.barrier)
@@ -61,7 +63,7 @@ class Shared(PlainCollective):
         *memory, total = self._memory_for(x)
         self._reduce(x, memory, op, total[self._spans(x)[self._group.index_in_group]])
         self._barrier()
-        self._copy(total, x)
+        self._ops.copy(total, x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """The first half of an all-reduce, into new memory."""
@@ -78,15 +80,15 @@ class Shared(PlainCollective):
         """Copy `x` into this rank's memory, wait for the others, reduce this rank's span of all of them."""
         r = self._group.index_in_group
         own = self._spans(x)[r]
-        self._copy(x[: own.start], memory[r][: own.start])
-        self._copy(x[own.stop :], memory[r][own.stop :])
+        self._ops.copy(x[: own.start], memory[r][: own.start])
+        self._ops.copy(x[own.stop :], memory[r][own.stop :])
         self._barrier()
         memory[r] = x  # no other rank reads the own span, so it was not copied
         first, *others = (one[own] for one in memory)
-        self._group.transport.charge_copy(len(memory) * out.nbytes)
-        for other in others:
-            combine(first, other, op, out)
-            first = out
+        if self._ops.computes(out, passes=len(memory)):
+            for other in others:
+                combine(first, other, op, out)
+                first = out
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
         """Write the own span, read all others."""
@@ -97,10 +99,10 @@ class Shared(PlainCollective):
         copy(mine, out[spans[r]])
         if self._group.size > 1:
             *memory, _ = self._memory_for(out)
-            self._copy(mine, memory[r][spans[r]])
+            self._ops.copy(mine, memory[r][spans[r]])
             self._barrier()
             for index in self._group.others:
-                self._copy(memory[index][spans[index]], out[spans[index]])
+                self._ops.copy(memory[index][spans[index]], out[spans[index]])
             self._barrier()
 
     def broadcast(self, x: Tensor, root: int) -> None:
@@ -111,21 +113,16 @@ class Shared(PlainCollective):
             memory = self._memory_for(x)[source]
             is_root = source == self._group.index_in_group
             if is_root:
-                self._copy(x, memory)
+                self._ops.copy(x, memory)
             self._barrier()
             if not is_root:
-                self._copy(memory, x)
+                self._ops.copy(memory, x)
             self._barrier()
 
     def barrier(self) -> None:
         """Through memory where that is possible."""
         self._group.begin()
         self._barrier()
-
-    def _copy(self, x: Tensor, out: Tensor) -> None:
-        self._group.transport.charge_copy(x.nbytes)
-        if len(x) and not out.is_meta:
-            out.copy_(x)
 
     def _memory_for(self, x: Tensor) -> list[Tensor]:
         """The memory of each index and, last, of the sum, as long as x."""

@@ -19,6 +19,7 @@ from manyhands.collectives.choose import collective
 from manyhands.collectives.shared_weights import shared_weights
 from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.sharding import cut
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 
@@ -35,14 +36,12 @@ class SharedReplica:
         w.flat.collect_in(self._gradients[slot])
         shards = cut(w.flat, "size", len(w.workers), rule, at_most=True)
         mine = shards[slot] if slot < len(shards) else []
-        self.slices = [WeightSlice(span, w.flat.weights(span), w.flat.slots, rule) for span in mine]
+        self.slices = [WeightSlice(w.ops, span, w.flat.weights(span), w.flat.slots, rule) for span in mine]
 
     def _memory(self, rank: int) -> list[Tensor]:
         """The memory of a worker's gradient, one tensor per group of the model."""
-        shared, groups = self._w.transport.shared, self._w.flat.groups
-        return [
-            shared(f"replica.gradient{rank}.{n}", p.outgoing.numel(), p.outgoing.dtype) for n, p in enumerate(groups)
-        ]
+        groups = self._w.flat.groups
+        return [self._w.shared(f"replica.gradient{rank}.{n}", group.outgoing) for n, group in enumerate(groups)]
 
     def step(self) -> None:
         """Update the weights by the mean of all gradients; this worker's has been computed."""
@@ -51,7 +50,6 @@ class SharedReplica:
         untouched = self._untouched()
         for weight_slice in self.slices:
             group, start, stop = weight_slice.span
-            w.charge_copy((workers + 2) * weight_slice.weights.nbytes)
             gradients = [memory[group][start:stop] for memory in self._gradients]
             weight_slice.apply_mean(
                 gradients, UpdateContext(weight_slice.weights, samples=w.samples, count=workers), untouched
@@ -63,7 +61,7 @@ class SharedReplica:
         found: list[int] = []
         for number, group in enumerate(self._w.flat.groups):
             touch_counts = [memory[number][group.weights.numel() :] for memory in self._gradients]
-            if not any(bool(one.all()) for one in touch_counts):
+            if UNCHARGED.computes(*touch_counts) and not any(bool(one.all()) for one in touch_counts):
                 first, total = group.slots[0].param_id, torch.stack(touch_counts).sum(0)
                 found += [first + n for n in torch.nonzero(total == 0).flatten().tolist()]
         return found

@@ -10,13 +10,11 @@ from manyhands.core.worker import Worker
 
 @torch.no_grad()
 def shared_weights(w: Worker, name: str = "weights") -> list[Tensor]:
-    """The shared memory, one tensor per group of the model; with sizes only, the model's own weights."""
+    """The shared memory, one tensor per group of the model."""
     t, groups = w.transport, w.flat.groups
-    if w.flat.is_meta:
-        return [group.weights for group in groups]
     with t.lock(name):
         filled = t.shared(f"{name}.filled", 1, torch.uint8)
-        memory = [t.shared(f"{name}{n}", p.weights.numel(), p.weights.dtype) for n, p in enumerate(groups)]
+        memory = [w.shared(f"{name}{n}", group.weights) for n, group in enumerate(groups)]
         if not filled.item():
             for shared, group in zip(memory, groups, strict=True):
                 shared.copy_(group.weights)
@@ -28,6 +26,4 @@ def shared_weights(w: Worker, name: str = "weights") -> list[Tensor]:
 def read(w: Worker, weights: list[Tensor]) -> None:
     """Copy weights, which other workers may be writing at this moment, into the model's own."""
     for group, x in zip(w.flat.groups, weights, strict=True):
-        w.charge_copy(group.weights.nbytes)
-        if not x.is_meta:
-            group.weights.copy_(x)
+        w.ops.copy(x, group.weights)

@@ -54,11 +54,11 @@ class _Summed(ABC):
 
     def see(self, w: Worker, loss: float, samples: int) -> None:
         """Add the terms of this step to the sums."""
-        groups = [self.of_step(group, loss, samples) for group in w.flat.groups]
-        self.sums = [a + b for a, b in zip(self.sums, groups, strict=True)] if self.sums else groups
+        groups = [self.of_step(w, group, loss, samples) for group in w.flat.groups]
+        self.sums = [w.ops.add(a, b) for a, b in zip(self.sums, groups, strict=True)] if self.sums else groups
 
     @abstractmethod
-    def of_step(self, group: DtypeGroup, loss: float, samples: int) -> Tensor:
+    def of_step(self, w: Worker, group: DtypeGroup, loss: float, samples: int) -> Tensor:
         """The term that one step adds."""
 
     def take(self, w: Worker) -> list[Tensor]:
@@ -70,14 +70,14 @@ class _Summed(ABC):
 class BySamples(_Summed):
     """Weights a worker by the samples that it has seen."""
 
-    def of_step(self, group: DtypeGroup, loss: float, samples: int) -> Tensor:
+    def of_step(self, w: Worker, group: DtypeGroup, loss: float, samples: int) -> Tensor:
         return _number(group, samples)
 
 
 class ByLoss(_Summed):
     """Weights a worker by the inverse of its mean loss."""
 
-    def of_step(self, group: DtypeGroup, loss: float, samples: int) -> Tensor:
+    def of_step(self, w: Worker, group: DtypeGroup, loss: float, samples: int) -> Tensor:
         return torch.cat([_number(group, loss), _number(group, 1)])
 
     def take(self, w: Worker) -> list[Tensor]:
@@ -88,7 +88,8 @@ class ByLoss(_Summed):
 class ByFisher(_Summed):
     """Weights each coordinate by the sum of its squared gradients."""
 
-    def of_step(self, group: DtypeGroup, loss: float, samples: int) -> Tensor:
+    def of_step(self, w: Worker, group: DtypeGroup, loss: float, samples: int) -> Tensor:
+        w.ops.computes(group.grad)
         return _precise(group.grad).square()
 
 
@@ -125,15 +126,14 @@ def _precise(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def average(group: Collective, workers: int, x: Tensor, weight: Tensor | None = None) -> Tensor:
+def average(w: Worker, group: Collective, x: Tensor, weight: Tensor | None = None) -> Tensor:
     """The average of all workers' `x`, which may be overwritten."""
     total = _precise(x)
     if weight is None:
         group.all_reduce(total)
-        return total if total.is_meta else total.div_(workers)
-    weight = weight + TINY
-    if not total.is_meta:
-        total.mul_(weight)
+        return w.ops.divide(total, len(w.workers))
+    w.ops.add(weight, TINY)
+    w.ops.scale(total, weight)
     group.all_reduce(total)
     group.all_reduce(weight)
-    return total if total.is_meta else total.div_(weight)
+    return w.ops.divide(total, weight)

@@ -24,6 +24,8 @@ class CodecTraits:
     momentum: bool = False
     """Whether its memory also accumulates momentum. Otherwise decoded vectors plus the memory's first row add up to
     the inputs: nothing is lost."""
+    plain: bool = False
+    """Whether the payload is the vector itself, in its own memory, so that a reader needs no copy."""
     varies: bool = False
     """Whether the size of a payload depends on the numbers: `nbytes` is then an estimate, and `most` a bound."""
 
@@ -70,7 +72,6 @@ OPTIONAL = {
     "scale": "Shares: the scale that `encode` would use",
     "encode_at": "Shares: `encode` with a given scale",
     "rounding": "RoundingCodec: the largest relative change of a number",
-    "plain": "Plain: the vector inside a payload",
 }
 """The methods and properties that only some codecs have. A contract test refuses a public name that is in neither
 list, since a misspelled optional method would never be called."""
@@ -154,11 +155,3 @@ class RoundingCodec(Protocol):
 
     def rounding(self, dtype: torch.dtype) -> float:
         """The largest relative change of a number of this dtype that is neither huge nor tiny."""
-
-
-@runtime_checkable
-class Plain(Protocol):
-    """A codec whose payload holds the unchanged vector."""
-
-    def plain(self, payload: Sequence[Tensor]) -> Tensor:
-        """The vector inside the payload, read-only."""

@@ -19,7 +19,7 @@ that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from manyhands.core.codec import (
     Codec,
     CodecTraits,
     Payload,
-    Plain,
     RoundingCodec,
     Shares,
     Warms,
@@ -39,6 +38,7 @@ from manyhands.core.errors import BadPayload, Diverged, refuse_unless
 from manyhands.core.flat import ParamSlot, Span
 from manyhands.core.state import add, named
 from manyhands.core.strategy import Saved
+from manyhands.core.vector_ops import sized
 from manyhands.core.worker import Worker
 
 
@@ -52,8 +52,8 @@ class PerParameterCodec:
 
     @property
     def traits(self) -> CodecTraits:
-        """As the codec inside."""
-        return self.codec.traits
+        """As the codec inside; but there are several parameters."""
+        return replace(self.codec.traits, plain=False)
 
     @property
     def shared(self) -> bool:
@@ -162,9 +162,9 @@ class Encoder:
         self._w = w
         self._key = key
         self.codec = codec
+        self._is_plain = codec.traits.plain
         self._rounds = codec if isinstance(codec, RoundingCodec) else None
         self._warms = codec if isinstance(codec, Warms) else None  # needed in every step, so it is looked up once
-        self._meta_payloads: dict[int, Tensor] = {}
         self.memory = [codec.memory(group.weights) for group in w.flat.groups]
         """The codec's memory of every dtype group of the model."""
 
@@ -174,13 +174,14 @@ class Encoder:
         if not shares(codec):
             return None
         x = vector[start:stop]
-        self._w.charge_copy(x.nbytes)
-        if not x.is_meta:
+        if self._w.ops.computes(x):
             self._check(vector, span)
         return codec.scale(x, self._memory(span))
 
     def encode(self, vector: Tensor, span: Span, scale: Tensor | None = None) -> tuple[Tensor, ...]:
         """The payload of a span of a vector like a dtype group; for a meta tensor a meta tensor of as many bytes."""
+        if self._is_plain:
+            return (vector[span.start : span.stop],)
         with self._w.timer.encoding():
             return self._encode(vector, span, scale)
 
@@ -188,10 +189,8 @@ class Encoder:
         w, (_, start, stop) = self._w, span
         x, codec = vector[start:stop], self._codec(span)
         changes = self._rounds is None or self._rounds.rounding(x.dtype) > 0
-        if changes:
-            w.charge_copy(x.nbytes)
-        if x.is_meta:
-            return (self._sized(codec.nbytes(x)),)
+        if not w.ops.computes(x, passes=1 if changes else 0):
+            return (sized(codec.nbytes(x)),)
         if changes:
             if scale is None:
                 self._check(vector, span)
@@ -203,12 +202,6 @@ class Encoder:
     def _memory(self, span: Span) -> Tensor | None:
         memory = self.memory[span.group]
         return None if memory is None else memory[..., span.start : span.stop]
-
-    def _sized(self, nbytes: int) -> Tensor:
-        """A meta tensor of that many bytes, made once for each size."""
-        if nbytes not in self._meta_payloads:
-            self._meta_payloads[nbytes] = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        return self._meta_payloads[nbytes]
 
     def _codec(self, span: Span) -> Codec:
         codec = self.codec if self._warms is None else self._warms.at(self._w.step)
@@ -261,21 +254,3 @@ class Encoder:
 def _first(memory: Tensor) -> Tensor:
     """The row of a memory that holds what has not been sent yet."""
     return memory if memory.dim() == 1 else memory[0]
-
-
-def encoded(codec: Codec, x: Tensor, memory: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The payload of a vector; for a meta tensor a meta tensor of as many bytes."""
-    if x.is_meta:
-        return (torch.empty(codec.nbytes(x), dtype=torch.uint8, device="meta"),)
-    return codec.encode(x, memory)
-
-
-def decoded(codec: Codec, payload: Sequence[Tensor], like: Tensor) -> Tensor:
-    """The decoded vector, read-only: it may be a view of the payload."""
-    if like.is_meta:
-        return like
-    if isinstance(codec, Plain):
-        return codec.plain(payload)
-    out = torch.empty_like(like)
-    codec.decode(payload, out)
-    return out

@@ -20,6 +20,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+REFERENCE_FLOPS = 50e9
+"""Floating-point operations per second of a reference core: one of speed 1."""
+
 REFERENCE_BYTES = 8e9
 """Bytes per second that a reference core copies, adds or encodes."""
 

@@ -40,7 +40,7 @@ class Stage:
                 out = self._run(x, weights)
                 out = out if loss is None else loss(out)
             self._saved[m] = x, out, weights
-            self._charge(len(x), FORWARD_SHARE)
+            self._w.charge_passes(len(x), FORWARD_SHARE, self._size)
         return out.detach()
 
     def _run(self, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -61,10 +61,5 @@ class Stage:
             for slot, g in zip(self._w.flat.slots, grads, strict=False):
                 if g is not None:
                     self._w.flat.put(slot, g)
-            self._charge(len(x), 1 - FORWARD_SHARE)
+            self._w.charge_passes(len(x), 1 - FORWARD_SHARE, self._size)
         return grads[-1] if x.requires_grad else None
-
-    def _charge(self, samples: int, share: float) -> None:
-        """Charge the time of a pass, if time is simulated."""
-        if self._w.transport.is_simulated:
-            self._w.transport.charge_compute(self._w.seconds(samples, self._size) * share)

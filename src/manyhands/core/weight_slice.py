@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import Refused
-from manyhands.core.flat import Flat, ParamSlot, Span
-from manyhands.core.kernels import stream
+from manyhands.core.flat import DtypeGroup, Flat, ParamSlot, Span
 from manyhands.core.param_groups import rule_for
 from manyhands.core.rule import Corrects, Moves, Rule, State, UpdateContext
+from manyhands.core.vector_ops import VectorOps, stream
 
 Allocate = Callable[[str, Tensor], Tensor]
 """Allocates the state: given a name and a new tensor, returns the tensor to use."""
@@ -56,6 +56,7 @@ class WeightSlice:
     """Weights of one span, their rule's state, and their update counts.
 
     Args:
+        ops: the vector operations of the rank that updates; an update is one pass for each gradient.
         span: the position of the slice in the model.
         weights: the weights themselves; updated in place.
         slots: the parameters of the model, to find those that overlap the span.
@@ -67,6 +68,7 @@ class WeightSlice:
 
     def __init__(
         self,
+        ops: VectorOps,
         span: Span,
         weights: Tensor,
         slots: Sequence[ParamSlot],
@@ -81,6 +83,7 @@ class WeightSlice:
                 f"{rule} needs the weights that each gradient was computed at, "
                 "but only parameter servers that apply gradients one by one keep them"
             )
+        self._ops = ops
         self.span = span
         self.weights = weights
         self.rule = rule
@@ -99,7 +102,7 @@ class WeightSlice:
         self._each: list[tuple[UpdateContext, Tensor | None]] = []
         self._block = BLOCK_BYTES // weights.element_size()
         if self._whole:
-            self._states = [{} if weights.is_meta else self._fresh("", weights, allocate)]
+            self._states = [self._fresh("", weights, allocate)]
         else:
             self._states = [
                 self._fresh(f"{param_id}.", weights[start:stop].view(shape), allocate)
@@ -141,6 +144,11 @@ class WeightSlice:
         """Apply the rule to `g`, a gradient or the sum of `over` of them, which may be overwritten."""
         self._apply([g], at, untouched, copies=False, over=over)
 
+    def apply_sum(self, group: DtypeGroup, workers: int, samples: int) -> None:
+        """Apply the rule to the mean of the gradient of a dtype group, which was summed over all workers."""
+        at = UpdateContext(self.weights, samples=samples, count=workers)
+        self.update(group.grad, at, group.untouched(), over=workers)
+
     def apply_mean(
         self,
         gs: Sequence[Tensor],
@@ -163,7 +171,7 @@ class WeightSlice:
         self._apply(gs, at, untouched, copies=max(len(gs), over) > 1 or self._mover is None, over=over)
         if not self._into:
             for memory in into:
-                memory.copy_(self.weights)
+                self._ops.copy(self.weights, memory)
         self._into, self._each = (), []
 
     @torch.no_grad()
@@ -172,6 +180,7 @@ class WeightSlice:
         index = self.param_ids.index(param_id)
         _, start, stop = self._segments[index]
         rows, g = grad.indices()[0], grad.values()
+        self._ops.computes(g, passes=2)
         weights, *memory = (x[start:stop].view(-1, *g.shape[1:]) for x in (self.weights, *self._states[0].values()))
         self.counts[index] += 1
         at.weights, at.updates = weights[rows], self.counts[index]
@@ -185,11 +194,24 @@ class WeightSlice:
     def _apply(
         self, gs: Sequence[Tensor], at: UpdateContext, untouched: Collection[int], copies: bool, over: int = 1
     ) -> None:
-        if self.weights.is_meta:
+        moved = self._moved(untouched)
+        if not moved or not self._ops.computes(*moved, passes=len(gs) + len(self._into)):
             return
         if torch.is_grad_enabled():  # rare: runs are under no_grad, and this test costs less than entering it
             with torch.no_grad():
-                return self._apply(gs, at, untouched, copies, over)
+                self._update_blocks(gs, at, untouched, copies, over)
+        else:
+            self._update_blocks(gs, at, untouched, copies, over)
+
+    def _moved(self, untouched: Collection[int]) -> list[Tensor]:
+        """The weights that an update reads and writes."""
+        if not untouched:
+            return [self.weights]
+        return [self.weights[start:stop] for param_id, start, stop in self._segments if param_id not in untouched]
+
+    def _update_blocks(
+        self, gs: Sequence[Tensor], at: UpdateContext, untouched: Collection[int], copies: bool, over: int
+    ) -> None:
         seen = at.seen
         walks = copies or over > 1 or self._mover is None or bool(self._into)
         size = self._block if walks else self.weights.numel()
@@ -278,9 +300,12 @@ class WeightSlice:
         return torch.empty_like(self.weights[: self._block] if self._whole else self.weights)
 
 
-def replica_slices(flat: Flat, rule: Rule, weights: Sequence[Tensor] | None = None) -> list[WeightSlice]:
+def replica_slices(
+    ops: VectorOps, flat: Flat, rule: Rule, weights: Sequence[Tensor] | None = None
+) -> list[WeightSlice]:
     """A weight slice for every dtype group of a model: of its own weights, or of other tensors of the same sizes."""
     weights = weights or [group.weights for group in flat.groups]
     return [
-        WeightSlice(Span(number, 0, x.numel()), x, flat.groups[number].slots, rule) for number, x in enumerate(weights)
+        WeightSlice(ops, Span(number, 0, x.numel()), x, flat.groups[number].slots, rule)
+        for number, x in enumerate(weights)
     ]

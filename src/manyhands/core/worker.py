@@ -22,14 +22,13 @@ from manyhands.core.buckets import ReadyBuckets
 from manyhands.core.errors import Diverged, Refused, refuse_unless, unknown
 from manyhands.core.flat import Flat, Span
 from manyhands.core.param_groups import groups
-from manyhands.core.port import Transport
+from manyhands.core.port import REFERENCE_FLOPS, Transport
 from manyhands.core.rule import Rule
 from manyhands.core.step_timer import StepTimer
 from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
+from manyhands.core.vector_ops import vector_ops
 
-REFERENCE_FLOPS = 50e9
-"""Floating-point operations per second of a core of speed 1."""
 FORWARD_SHARE = 1 / 3
 """Of the work of a training step: the backward pass takes twice as long as the forward pass."""
 
@@ -89,6 +88,8 @@ class Worker:
         self.lag = 0
         self.gather_round = 0
         self.timer = StepTimer(transport)
+        self.ops = vector_ops(transport)
+        """Operations on vectors like the weights, whose time is charged if it is simulated."""
         self.random = random.Random(f"{seed}/{self.rank}")
 
     @cached_property
@@ -150,19 +151,27 @@ class Worker:
         live = fired if not self.transport.is_simulated else None
         with self.timer.computing():
             loss = math.nan if self.task.sizes_only else self._run(batch, live)
-            if self.transport.is_simulated:
-                self._charge(self.seconds(len(batch[0]) if batch else self.batch_size), fired)
+            samples = len(batch[0]) if batch else self.batch_size
+            if fired is None or live is not None:
+                self.charge_passes(samples)
+            else:
+                self._charge_buckets(samples, fired)
         return loss
 
-    def _charge(self, seconds: float, fired: Callable[[Span], None] | None) -> None:
-        """Charge the time of both passes, bucket by bucket if buckets are to be fired."""
-        if fired is None:
-            self.transport.charge_compute(seconds)
-            return
-        self.transport.charge_compute(seconds * FORWARD_SHARE)
+    def charge_passes(self, samples: int, share: float = 1.0, parameters: int | None = None) -> None:
+        """Charge the time of a forward and a backward pass, or a share of it, with all parameters or this many.
+
+        Real passes have taken their time already.
+        """
+        if self.transport.is_simulated:
+            self.transport.charge_compute(self.seconds(samples, parameters) * share)
+
+    def _charge_buckets(self, samples: int, fired: Callable[[Span], None]) -> None:
+        """Charge the time of both passes, and fire each bucket when its share of the backward pass is over."""
+        self.charge_passes(samples, FORWARD_SHARE)
         numel = self.flat.numel
         for bucket in self.flat.buckets():
-            self.transport.charge_compute(seconds * (1 - FORWARD_SHARE) * bucket.numel / numel)
+            self.charge_passes(samples, (1 - FORWARD_SHARE) * bucket.numel / numel)
             fired(bucket)
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
@@ -219,10 +228,17 @@ class Worker:
         work = self.task.work or 6 * self._parameters
         return samples * work * (1 if parameters is None else parameters / self._parameters) / REFERENCE_FLOPS
 
-    def charge_copy(self, nbytes: int) -> None:
-        """Charge the time of copying, adding or encoding that many bytes, if time is simulated."""
-        if self.transport.is_simulated:
-            self.transport.charge_copy(nbytes)
+    # -- memory -----------------------------------------------------------------------------------
+
+    def shared(self, name: str, like: Tensor) -> Tensor:
+        """Zeroed memory like this tensor, which all ranks of this host share under this name; of sizes only, sizes."""
+        if like.is_meta:
+            return torch.empty_like(like)
+        return self.transport.shared(name, like.numel(), like.dtype).view(like.shape)
+
+    def slot(self, like: Tensor) -> Tensor:
+        """Zeroed memory like this tensor, which a peer of this host can read in place; of sizes only, sizes."""
+        return like if like.is_meta else self.transport.slot(like.numel(), like.dtype).view(like.shape)
 
     def named(self, weights: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
         """Copies of all parameters by name; those in `flat` are read from `weights` (one tensor per group) if given."""

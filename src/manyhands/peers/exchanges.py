@@ -155,15 +155,14 @@ class PushAverage:
 
     @torch.no_grad()
     def receive(self, message: Message) -> bool:
-        decoded = self.own.decode_model(message.tensors)
+        decoded, ops = self.own.decode_model(message.tensors), self.own.w.ops
         if self.received:
             for total, y in zip(self.total, decoded, strict=True):
-                total.add_(y)
+                ops.add(total, y)
         else:
-            self.total = [y if y.is_meta else y.clone() for y in decoded]
+            self.total = [ops.clone(y) for y in decoded]
         message.release()
         self.received += 1
-        self.own.w.charge_copy(sum(total.nbytes for total in self.total))
         return False
 
     def lose(self, rank: int) -> bool:
@@ -207,7 +206,7 @@ class PeerLoop:
         self._transport.send(self._rank, GRADIENT, tuple(sorted(flat.untouched())), gradients)
         message = recv(self._transport, MOVED, frm=self._rank)
         for group, x in zip(flat.groups, message.tensors, strict=True):
-            group.weights.copy_(x)
+            self.own.w.ops.copy(x, group.weights)
         message.release()
 
     def settle(self) -> None:

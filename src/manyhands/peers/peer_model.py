@@ -15,7 +15,6 @@ from torch import Tensor
 
 from manyhands.core.codec import Codec
 from manyhands.core.declared_state import RuleState, StateParts, VectorState
-from manyhands.core.encoder import decoded, encoded
 from manyhands.core.gather import gather, mean
 from manyhands.core.port import Message, Tag
 from manyhands.core.rule import Rule, UpdateContext
@@ -38,13 +37,13 @@ class PeerModel:
         self.w = w
         self.codec = codec
         self.x = [group.weights.clone() for group in w.flat.groups] if x is None else list(x)
-        self.slices = replica_slices(w.flat, rule, self.x)
+        self.slices = replica_slices(w.ops, w.flat, rule, self.x)
 
     def update(self, gradient: Message) -> None:
         """x <- x + rule(g); the message's meta are the parameters that the mini-batch has not touched."""
         for weight_slice, g in zip(self.slices, gradient.tensors, strict=True):
             at = UpdateContext(weight_slice.weights, samples=self.w.samples)
-            weight_slice.update(g if g.is_meta else g.clone(), at, gradient.meta)
+            weight_slice.apply_mean([g], at, gradient.meta)  # it is lent, so it must not be overwritten
         gradient.release()
 
     # -- exchanging x -----------------------------------------------------------------------------
@@ -55,40 +54,30 @@ class PeerModel:
 
     def copy(self) -> list[Tensor]:
         """x in memory that may be sent."""
-        return [x if x.is_meta else x.clone() for x in self.x]
+        return [self.w.ops.clone(x) for x in self.x]
 
     def encode_model(self) -> list[Tensor]:
         """The payload of x, in memory that may be sent."""
         if self.codec is None:
             return self.copy()
-        self.w.charge_copy(sum(x.nbytes for x in self.x))
-        return [tensor for x in self.x for tensor in encoded(self.codec, x)]
+        return [tensor for x in self.x for tensor in self.w.ops.encoded(self.codec, x)]
 
     def decode_model(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The x in a payload; read only, because it may lie in the payload's memory."""
         if self.codec is None:
             return list(tensors)
-        return [decoded(self.codec, (tensor,), x) for tensor, x in zip(tensors, self.x, strict=True)]
+        return [self.w.ops.decoded(self.codec, (tensor,), x) for tensor, x in zip(tensors, self.x, strict=True)]
 
     @torch.no_grad()
     def average(self, total: Sequence[Tensor], count: int = 1) -> None:
         """x <- (x + total) / (1 + count), where `total` is the sum of `count` decoded models."""
         mine = self.x if self.codec is None else self.decode_model(self.encode_model())
-        if not self.w.flat.is_meta:
-            self.place(self._averaged(mine, total, count))
-        self.w.charge_copy(2 * sum(x.nbytes for x in self.x))
-
-    def _averaged(self, mine: Sequence[Tensor], total: Sequence[Tensor], count: int) -> list[Tensor]:
-        """The average; `mine` is x as the receivers decode it."""
-        if self.codec is None:
-            return [(x + y) / (1 + count) for x, y in zip(self.x, total, strict=True)]
-        moves = [(y - x * count) / (1 + count) for x, y in zip(mine, total, strict=True)]
-        return [x + move for x, move in zip(self.x, moves, strict=True)]
-
-    def place(self, values: Sequence[Tensor]) -> None:
-        """Copy values into x; its memory must not change, because a rule may refer to it."""
-        for x, value in zip(self.x, values, strict=True):
-            x.copy_(value)
+        if self.w.ops.computes(*self.x, passes=2):
+            for x, own, y in zip(self.x, mine, total, strict=True):
+                if self.codec is None:
+                    x.add_(y).div_(1 + count)
+                else:  # by what the receivers have decoded
+                    x.add_((y - own * count).div_(1 + count))
 
     # -- answers and checkpoints ------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import refuse_unless
-from manyhands.core.kernels import step
 from manyhands.core.rule import Rule, State, Twins, UpdateContext
+from manyhands.core.vector_ops import step
 from manyhands.rules.rate import Rate, check_rate, rate_at
 from manyhands.rules.schedules import StepDecay
 

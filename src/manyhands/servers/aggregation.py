@@ -46,6 +46,7 @@ from manyhands.core.encoder import codec_for_span
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.port import Message, Meta, Tag, recv
+from manyhands.core.vector_ops import VectorOps
 from manyhands.core.worker import Worker
 from manyhands.servers.remote_shard import RemoteShard
 from manyhands.servers.server_setup import AggregationTree
@@ -109,10 +110,10 @@ class GradientSum:
     terms: int
 
     @torch.no_grad()
-    def add(self, other: GradientSum) -> None:
+    def add(self, ops: VectorOps, other: GradientSum) -> None:
         """Add the gradients and the numbers of another sum."""
         for x, y in zip(self.gradients, other.gradients, strict=True):
-            x.add_(y)
+            ops.add(x, y)
         self.seen = min(self.seen, other.seen)
         self.untouched &= other.untouched
         self.batches += other.batches
@@ -129,7 +130,6 @@ class AggregatorUplink:
         self._t = w.transport
         self._server = server
         self._like = [w.flat.weights(span) for span in spans]
-        self._nbytes = sum(x.nbytes for x in self._like)
         self._codecs, self._what = [codec_for_span(codec, span, w.flat.slots) for span in spans], what
         self._waits = waits
         self._weights = _weights_of(server)
@@ -155,16 +155,13 @@ class AggregatorUplink:
 
     def push(self, child: int, header: PushHeader, message: Message) -> None:
         """Add a gradient to what is held of its child; the message is released at once."""
-        self._w.charge_copy(self._nbytes)
-        gradients = [torch.empty_like(x) for x in self._like]
-        payload = regroup(message.tensors, header.lengths)
-        for codec, tensors, out in zip(self._codecs, payload, gradients, strict=True):
-            if not out.is_meta:
-                codec.decode(tensors, out)
+        payload, ops = regroup(message.tensors, header.lengths), self._w.ops
+        parts = zip(self._codecs, payload, self._like, strict=True)
+        gradients = [ops.decode(codec, tensors, torch.empty_like(x)) for codec, tensors, x in parts]
         message.release()
         one = GradientSum(gradients, header.seen, frozenset(header.untouched), header.batches, header.terms)
         if child in self._held:
-            self._held[child].add(one)
+            self._held[child].add(ops, one)
         else:
             self._held[child] = one
 
@@ -193,8 +190,7 @@ class AggregatorUplink:
     def answer(self, message: Message) -> None:
         """Send weights to the children that asked, except those whose own gradients they cannot contain."""
         version, lag, refused = message.meta
-        self._w.charge_copy(self._nbytes)
-        weights = message.keep()
+        weights = self._w.ops.keep(message)
         self._in_flight = False
         if refused:
             self._refused |= self._pushed
@@ -222,8 +218,7 @@ class AggregatorUplink:
         """One message for all held gradients, summed in the order of ranks."""
         total, *others = [self._held[child] for child in sorted(self._held)]
         for other in others:
-            total.add(other)
-        self._w.charge_copy(len(others) * self._nbytes)
+            total.add(self._w.ops, other)
         payload = [self._what.encode(g, None) for g in total.gradients]
         untouched = tuple(sorted(total.untouched))
         header = PushHeader(total.seen, untouched, lengths_of(payload), total.batches, total.terms)

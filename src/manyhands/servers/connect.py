@@ -22,6 +22,7 @@ from manyhands.core.flat import Span
 from manyhands.core.port import Endpoint, on_one_host
 from manyhands.core.rule import corrects
 from manyhands.core.sharding import cut
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 from manyhands.servers.aggregation import AggregatedShard, Aggregator
@@ -48,7 +49,7 @@ def connect(w: Worker, setup: ServerSetup) -> list[ShardClient]:
         shards = cut(w.flat, setup.shard, len(w.servers), setup.rule)
         lines = zip(w.servers, shards, failover_clients(w, len(shards)), strict=True)
         clients: list[ShardClient] = [RemoteShard(w, rank, spans, endpoint=line) for rank, spans, line in lines]
-    elif one_host and setup.tree is None and "owner" not in setup.rule.needs and not w.flat.is_meta:
+    elif one_host and setup.tree is None and "owner" not in setup.rule.needs:
         # one shard per worker, but a lock should guard more than it costs
         nbytes = sum(group.weights.nbytes for group in w.flat.groups)
         count = 1 if job_wide else min(len(w.workers), 1 + nbytes // SMALL)
@@ -123,8 +124,8 @@ def _server(
     """The server of a shard, with a copy of its weights."""
     when, rule, tree = setup.when, setup.rule, setup.tree
     weights = [w.flat.weights(span) for span in spans]
-    copies = [x if x.is_meta else x.clone() for x in weights]
-    own = partial(WeightSlice, slots=w.flat.slots, rule=rule, knows_seen=True)
+    copies = [UNCHARGED.clone(x) for x in weights]
+    own = partial(WeightSlice, w.ops, slots=w.flat.slots, rule=rule, knows_seen=True)
     slices = [own(span, x) for span, x in zip(spans, copies, strict=True)]
     aggregators = tree.aggregators(w.workers) if tree else []
     clients = len(aggregators or w.worker_ranks)
@@ -134,6 +135,6 @@ def _server(
     separate = when.merges and (any(corrects(one.rule) for one in slices) or when.admit(WAITING))
     codecs = [codec_for_span(tree.what if tree else setup.codec, span, w.flat.slots) for span in spans]
     decode = "on_push" if separate else decode_when_applied(codecs)
-    pending = PendingGradients(codecs, copies, decode, len(w.flat.slots))
-    shard = Shard(slices, when, clocks, pending, w.batch_size, seen, len(w.workers))
+    pending = PendingGradients(w.ops, codecs, copies, decode, len(w.flat.slots))
+    shard = Shard(w.ops, slices, when, clocks, pending, w.batch_size, seen, len(w.workers))
     return ShardServer(w, shard, server_ranks, aggregators, endpoint)

@@ -17,8 +17,9 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from manyhands.core.codec import Codec, Plain
+from manyhands.core.codec import Codec
 from manyhands.core.consistency import Consistency, Picks
+from manyhands.core.vector_ops import VectorOps
 
 Payload = Sequence[Sequence[Tensor]]
 """An encoded gradient: for every span of a shard the tensors that its codec made."""
@@ -54,6 +55,7 @@ class PendingGradients:
     """The gradients that a shard has received and not applied yet.
 
     Args:
+        ops: the vector operations of the rank that holds them.
         codecs: of every slice, what pushes are encoded with.
         weights: of every slice, for sizes and dtypes.
         decode: when a gradient is decoded.
@@ -64,6 +66,7 @@ class PendingGradients:
 
     def __init__(
         self,
+        ops: VectorOps,
         codecs: Sequence[Codec],
         weights: Sequence[Tensor],
         decode: Decode,
@@ -71,12 +74,12 @@ class PendingGradients:
         slots: int = 0,
         memory: Memory = _private_memory,
     ) -> None:
+        self._ops = ops
         self.codecs = codecs
         self._weights = weights
         self._decode = decode
         self._parameters = parameters
         self._memory = memory
-        self._plain = [codec.plain for codec in codecs if isinstance(codec, Plain)] if decode == "never" else []
         self._lent: dict[int, LentGradient] = {}
         self._slots = [self._allocate(slot) for slot in range(slots)]
         self._sums: list[tuple[Tensor, Tensor]] = []
@@ -95,8 +98,7 @@ class PendingGradients:
             self._slots.append(self._allocate(len(self._slots)))
         decoded = self._slots[slot]
         for codec, tensors, out in zip(self.codecs, payload, decoded.tensors, strict=True):
-            if not out.is_meta:
-                codec.decode(tensors, out)
+            self._ops.decode(codec, tensors, out)
         decoded.untouched[:] = bytes(self._parameters)
         for param_id in untouched:
             decoded.untouched[param_id] = 1
@@ -117,8 +119,8 @@ class PendingGradients:
             return gradients, frozenset.intersection(*[_flagged(one.untouched) for one in decoded])
         lent = [self._lent[slot] for slot in slots]
         untouched = frozenset.intersection(*[one.untouched for one in lent])
-        if self._plain:
-            return [[plain(one.payload[n]) for one in lent] for n, plain in enumerate(self._plain)], untouched
+        if self._decode == "never":
+            return [[one.payload[n][0] for one in lent] for n in range(len(self.codecs))], untouched
         return [[self._sum(lent, n)] for n in range(len(self.codecs))], untouched
 
     @torch.no_grad()
@@ -127,11 +129,9 @@ class PendingGradients:
         if not self._sums:
             self._sums = [(torch.empty_like(x), torch.empty_like(x)) for x in self._weights]
         (total, one), codec = self._sums[n], self.codecs[n]
-        if not total.is_meta:
-            codec.decode(lent[0].payload[n], total)
-            for gradient in lent[1:]:
-                codec.decode(gradient.payload[n], one)
-                total.add_(one)
+        self._ops.decode(codec, lent[0].payload[n], total)
+        for gradient in lent[1:]:
+            self._ops.add_decoded(codec, gradient.payload[n], total, one)
         return total
 
     def release(self, slots: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ def _flagged(flags: MutableSequence[int]) -> frozenset[int]:
 
 def decode_when_applied(codecs: Sequence[Codec]) -> Decode:
     """How to hold gradients whose messages may be kept until they are applied."""
-    return "never" if all(isinstance(codec, Plain) for codec in codecs) else "on_apply"
+    return "never" if all(codec.traits.plain for codec in codecs) else "on_apply"
 
 
 def pending_slots(when: Consistency, workers: int) -> int:

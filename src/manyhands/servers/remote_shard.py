@@ -16,6 +16,7 @@ from manyhands.core.flat import Span
 from manyhands.core.port import Endpoint, Message, Meta, Tag, recv
 from manyhands.core.state import StateSlice
 from manyhands.core.strategy import Saved
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.worker import Worker
 from manyhands.servers.pending_gradients import Payload
 from manyhands.servers.shard_client import Pushed
@@ -65,6 +66,7 @@ class RemoteShard:
         self.lag = 0
         self._first = first
         self._endpoint: Endpoint = endpoint or w.transport
+        self._ops = w.ops
         self._slots = w.flat.slots
         self._server = server
         self._version = 0
@@ -105,7 +107,7 @@ class RemoteShard:
     def exchange(self, payload: Payload, alpha: float) -> Payload:
         self._endpoint.send(self._server, EXCHANGE, (alpha, *lengths_of(payload)), tuple(chain(*payload)))
         message = recv(self._endpoint, MOVED, frm=self._server)
-        return regroup(message.keep(), message.meta)
+        return regroup(self._ops.keep(message), message.meta)
 
     # -- membership and checkpoints ---------------------------------------------------------------
 
@@ -148,8 +150,7 @@ class RemoteShard:
 @torch.no_grad()
 def _copy(message: Message, into: Sequence[Tensor]) -> None:
     for x, y in zip(message.tensors, into, strict=True):
-        if not y.is_meta:
-            y.copy_(x)
+        UNCHARGED.copy(x, y)  # receiving the message has been charged
     message.release()
 
 

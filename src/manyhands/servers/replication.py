@@ -221,8 +221,7 @@ class ReplicatedServer:
         return message
 
     def _keep(self, message: Message) -> tuple[Tensor, ...]:
-        self._w.charge_copy(sum(x.nbytes for x in message.tensors))
-        return message.keep()
+        return self._w.ops.keep(message)
 
     def _warn(self, loss: PeerLost) -> None:
         log.warning("%s; from now on rank %d serves shard %d alone", loss, self._t.rank, self._shard)

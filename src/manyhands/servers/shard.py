@@ -27,14 +27,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyhands.core.codec import Plain
 from manyhands.core.consistency import Consistency, Picks
-from manyhands.core.encoder import decoded, encoded
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import ParamSlot
 from manyhands.core.rule import UpdateContext, corrects
 from manyhands.core.state import StateSlice, restore, state_slices
 from manyhands.core.strategy import Saved
+from manyhands.core.vector_ops import VectorOps
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.servers.clock_table import ClockTable, Pending
 from manyhands.servers.pending_gradients import Payload, PendingGradients
@@ -65,6 +64,7 @@ class Shard:
 
     def __init__(
         self,
+        ops: VectorOps,
         slices: list[WeightSlice],
         when: Consistency,
         clocks: ClockTable,
@@ -73,6 +73,7 @@ class Shard:
         seen: Sequence[Sequence[Tensor]] = (),
         workers: int | None = None,
     ) -> None:
+        self._ops = ops
         self.slices = slices
         self.when = when
         self.clocks = clocks
@@ -81,7 +82,6 @@ class Shard:
         self._workers = workers or clocks.workers
         self._accept = when.accept if isinstance(when, Picks) else None
         self._corrects = [corrects(one.rule) for one in slices]
-        self.nbytes = sum(one.weights.nbytes for one in slices)
         self.seen = list(seen)
         """For every client the weights it read last, a tensor per slice; empty if the rule does not need them."""
         self.orders: deque[Sequence[int]] | None = None
@@ -149,18 +149,13 @@ class Shard:
 
         They move by the decoded answer, so what the worker loses is exactly what they gain, whatever was rounded.
         """
-        moves: list[tuple[Tensor, ...]] = []
+        ops, moves = self._ops, list[tuple[Tensor, ...]]()
         for codec, tensors, one in zip(self._pending.codecs, payload, self.slices, strict=True):
-            e = (decoded(codec, tensors, one.weights) - one.weights).mul_(alpha)
-            moves.append(encoded(codec, e))
-            one.weights.add_(decoded(codec, moves[-1], e))
+            e = ops.difference(ops.decoded(codec, tensors, one.weights), one.weights, scale=alpha)
+            moves.append(ops.encoded(codec, e))
+            ops.add(one.weights, ops.decoded(codec, moves[-1], e))
         self.clocks.version += 1
         return moves
-
-    @property
-    def nbytes_of_exchange(self) -> int:
-        """How many bytes that touches: the gap, the weights and, unless the codec is plain, the encoded answer."""
-        return (2 if isinstance(self._pending.codecs[0], Plain) else 3) * self.nbytes
 
     def _settle(self, slowest_moved: bool, read: ReadOnPush | None = None) -> list[int]:
         """Apply what is ready, then admit the parked clients that this may have freed."""

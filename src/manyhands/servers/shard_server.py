@@ -164,13 +164,11 @@ class ShardServer:
             self._handle_checkpoint(message, i)
 
     def _push(self, i: int, header: PushHeader, message: Message) -> None:
-        self._w.charge_copy(self._shard.nbytes)
         seen, untouched, lengths, batches, terms = header
         payload = regroup(message.tensors, lengths)
         self._answer(self._shard.push(i, payload, seen, untouched, message.release, batches=batches, terms=terms))
 
     def _exchange(self, message: Message) -> None:
-        self._w.charge_copy(self._shard.nbytes_of_exchange)
         alpha, *lengths = message.meta
         moves = self._shard.exchange(regroup(message.tensors, lengths), alpha)
         message.release()
@@ -231,8 +229,7 @@ class ShardServer:
         weights = [one.weights for one in self._shard.slices]
         if self._lends:
             return weights
-        self._w.charge_copy(self._shard.nbytes)
-        return [x if x.is_meta else x.clone() for x in weights]
+        return [self._w.ops.clone(x) for x in weights]
 
     def _send_weights(self, rank: int, tag: Tag, weights: list[Tensor]) -> None:
         clocks, i = self._shard.clocks, self._number[rank]

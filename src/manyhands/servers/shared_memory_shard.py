@@ -56,10 +56,10 @@ class SharedMemoryShard:
         first = not clocks.begun
 
         def shared(key: str, like: Tensor) -> Tensor:
-            return self._t.shared(f"{self._name}.{key}", like.numel(), like.dtype)
+            return w.shared(f"{self._name}.{key}", like)
 
         def allocate(key: str, fresh: Tensor) -> Tensor:
-            memory = shared(key, fresh).view(fresh.shape)
+            memory = shared(key, fresh)
             return memory.copy_(fresh) if first else memory
 
         slices = [self._slice(n, rule, clocks, allocate) for n in range(len(self.spans))]
@@ -71,10 +71,10 @@ class SharedMemoryShard:
             clocks.begin()
         codecs = [codec_for_span(setup.codec, span, w.flat.slots) for span in self.spans]
         if when.ready(1, 2):  # each gradient is applied by the push that brings it
-            pending = PendingGradients(codecs, weights, decode_when_applied(codecs))
+            pending = PendingGradients(w.ops, codecs, weights, decode_when_applied(codecs))
         else:
-            pending = PendingGradients(codecs, weights, "on_push", len(w.flat.slots), slots, shared)
-        return Shard(slices, when, clocks, pending, w.batch_size, list(zip(*seen, strict=True)), len(w.workers))
+            pending = PendingGradients(w.ops, codecs, weights, "on_push", len(w.flat.slots), slots, shared)
+        return Shard(w.ops, slices, when, clocks, pending, w.batch_size, list(zip(*seen, strict=True)), len(w.workers))
 
     def _clock_table(self, slots: int) -> ClockTable:
         w, counts = self._w, len(self._w.flat.slots) * len(self.spans)
@@ -91,7 +91,7 @@ class SharedMemoryShard:
         def state(key: str, fresh: Tensor) -> Tensor:
             return allocate(f"{n}.{key}", fresh)
 
-        weight_slice = WeightSlice(span, weights, flat.slots, rule, state, knows_seen=True)
+        weight_slice = WeightSlice(self._w.ops, span, weights, flat.slots, rule, state, knows_seen=True)
         weight_slice.counts = clocks.counts[n * len(flat.slots) :][: len(weight_slice.param_ids)]
         return weight_slice
 
@@ -125,8 +125,7 @@ class SharedMemoryShard:
             return
         for targets, one in zip(self._shard.read_targets(self._me, into), slices, strict=True):
             for x in targets:
-                x.copy_(one.weights)
-            self._w.charge_copy(len(targets) * one.weights.nbytes)
+                self._w.ops.copy(one.weights, x)
 
     def push_pull(
         self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1
@@ -134,11 +133,9 @@ class SharedMemoryShard:
         shard, clocks, me = self._shard, self._shard.clocks, self._me
         read = ReadOnPush(me, into) if into else None
         with self._t.lock(self._name):
-            self._w.charge_copy(shard.nbytes)
             freed = shard.push(me, payload, self._version, untouched, read=read, batches=batches)
             if read and read.version >= 0:
                 self._version = read.version
-                self._w.charge_copy((2 if shard.seen else 1) * shard.nbytes)
             self.lag = max(self.lag, clocks.lag[me])
             refused, clocks.refused[me] = clocks.refused[me], 0
         if freed:
@@ -147,7 +144,6 @@ class SharedMemoryShard:
 
     def exchange(self, payload: Payload, alpha: float) -> Payload:
         with self._t.lock(self._name):
-            self._w.charge_copy(self._shard.nbytes_of_exchange)
             return self._shard.exchange(payload, alpha)
 
     def _wake_up(self, freed: list[int]) -> None:
@@ -187,8 +183,7 @@ class SharedMemoryShard:
     def peek(self, into: Sequence[Tensor]) -> None:
         with self._t.lock(self._name):
             for x, one in zip(into, self._shard.slices, strict=True):
-                x.copy_(one.weights)
-            self._w.charge_copy(self._shard.nbytes)
+                self._w.ops.copy(one.weights, x)
 
     def final(self, into: Sequence[Tensor]) -> None:
         self._await_departures()

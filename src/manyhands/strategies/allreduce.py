@@ -19,21 +19,14 @@ from dataclasses import dataclass
 from manyhands.collectives import collective
 from manyhands.collectives.shared_replica import SharedReplica
 from manyhands.core.declared_state import RuleState, Scope, StateParts
-from manyhands.core.flat import DtypeGroup, Span
+from manyhands.core.flat import Span
 from manyhands.core.port import Tag, on_one_host, recv
-from manyhands.core.rule import Rule, UpdateContext
+from manyhands.core.rule import Rule
 from manyhands.core.strategy import Batch, Strategy, Traits, Weights
-from manyhands.core.weight_slice import WeightSlice, replica_slices
+from manyhands.core.weight_slice import replica_slices
 from manyhands.core.worker import Worker
 
 BUCKET, REDUCED = Tag("bucket", credit=4096), Tag("reduced", credit=4096)
-
-
-def apply_sum(w: Worker, group: DtypeGroup, weight_slice: WeightSlice) -> None:
-    """Update the weights of one dtype group by the mean of a gradient that was summed over all workers."""
-    w.charge_copy(group.outgoing.nbytes)
-    at = UpdateContext(weight_slice.weights, samples=w.samples, count=len(w.workers))
-    weight_slice.update(group.grad, at, group.untouched(), over=len(w.workers))
 
 
 @dataclass
@@ -56,9 +49,11 @@ class AllReduce(Strategy):
         """The weights with their rule; the collective; whether buckets are summed during the backward pass."""
         one_host = on_one_host(w.transport, w.workers)
         self.shared_replica = None
-        if one_host and len(w.workers) > 1 and self.collective == "auto" and not w.flat.is_meta:
+        if one_host and len(w.workers) > 1 and self.collective == "auto":
             self.shared_replica = SharedReplica(w, self.rule)
-        self.slices = replica_slices(w.flat, self.rule) if self.shared_replica is None else self.shared_replica.slices
+        self.slices = (
+            replica_slices(w.ops, w.flat, self.rule) if self.shared_replica is None else self.shared_replica.slices
+        )
         self.sum = collective(self.collective, w.transport, w.workers)
         self.buckets = w.flat.buckets()
         self.overlaps = not one_host and len(self.buckets) > 1
@@ -78,7 +73,7 @@ class AllReduce(Strategy):
             for group in w.flat.groups:
                 self.sum.all_reduce(group.outgoing)
         for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
-            apply_sum(w, group, weight_slice)
+            weight_slice.apply_sum(group, len(w.workers), w.samples)
         return loss
 
     def _step_with_overlap(self, w: Worker, batch: Batch) -> float:

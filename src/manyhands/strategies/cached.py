@@ -40,7 +40,7 @@ class Cached(Server):
     def setup(self, w: Worker) -> None:
         """Besides the clients: this worker's clock, the slowest clock at its last read, and its own updates."""
         self.clock = self.read_at = 0
-        self.own = replica_slices(w.flat, self.rule)
+        self.own = replica_slices(w.ops, w.flat, self.rule)
         super().setup(w)
         self.simple = False  # a pushed gradient may still be lent when the next one is computed
 

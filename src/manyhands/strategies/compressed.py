@@ -43,7 +43,6 @@ from manyhands.core.rule import Rule
 from manyhands.core.strategy import Batch, Strategy, Traits, Weights
 from manyhands.core.weight_slice import replica_slices
 from manyhands.core.worker import Worker
-from manyhands.strategies.allreduce import apply_sum
 
 Way = Literal["gather", "stripes", "sparcml"]
 
@@ -135,7 +134,7 @@ class Compressed(Strategy):
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the compressed all-reduce with its memory; one for the first, dense steps."""
-        self.slices = replica_slices(w.flat, self.rule)
+        self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.sum = self.exchange.begin(w)
         self.plain = collective("auto", w.transport, w.workers)
 
@@ -148,7 +147,7 @@ class Compressed(Strategy):
             else:
                 span = Span(number, 0, group.weights.numel())
                 count_touched(group, self.sum.all_reduce(group.grad, span, group.untouched()))
-            apply_sum(w, group, weight_slice)
+            weight_slice.apply_sum(group, len(w.workers), w.samples)
         return loss
 
     def answer(self, w: Worker) -> Weights | None:

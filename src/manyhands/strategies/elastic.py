@@ -41,7 +41,7 @@ from manyhands.collectives.compressed import Gather
 from manyhands.consistency import Free
 from manyhands.core.codec import Codec
 from manyhands.core.declared_state import RuleState, StateParts, VectorState
-from manyhands.core.encoder import check_rounds, codec_for_span, encoded
+from manyhands.core.encoder import check_rounds, codec_for_span
 from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather
@@ -108,7 +108,7 @@ class Elastic(Strategy):
 
     def setup(self, w: Worker) -> None:
         """x, the worker's own weights; v, their last step; c, the centre (synchronous) or the clients of its shards."""
-        self.slices = replica_slices(w.flat, self.rule)
+        self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.velocity = [torch.zeros_like(group.weights) for group in w.flat.groups] if self.momentum else []
         self.alpha = self.center_rate / len(w.workers) if self.moving_rate is None else self.moving_rate
         if self.asynchronous:
@@ -133,14 +133,14 @@ class Elastic(Strategy):
     @torch.no_grad()
     def _gradient(self, w: Worker, batch: Batch) -> float:
         """At x, or with momentum at x + delta v."""
-        if not self.velocity or w.flat.is_meta:
+        if not self.velocity:
             return w.gradient(batch)
-        x = [group.weights.clone() for group in w.flat.groups]
+        x = [w.ops.clone(group.weights) for group in w.flat.groups]
         for group, v in zip(w.flat.groups, self.velocity, strict=True):
-            group.weights.add_(v, alpha=self.momentum)
+            w.ops.add(group.weights, v, scale=self.momentum)
         loss = w.gradient(batch)
         for group, old in zip(w.flat.groups, x, strict=True):
-            group.weights.copy_(old)
+            w.ops.copy(old, group.weights)
         return loss
 
     @torch.no_grad()
@@ -148,45 +148,39 @@ class Elastic(Strategy):
         """Synchronous: all workers and the centre move in the same step."""
         moves = []
         for number, (group, c) in enumerate(zip(w.flat.groups, self.center, strict=True)):
-            away = group.weights - c
-            moves.append(self.alpha * self._all_reduce(w, away, number))
-            c.add_(away, alpha=self.center_rate / len(w.workers))
-            w.charge_copy(3 * away.nbytes)
+            away = w.ops.difference(group.weights, c)
+            moves.append(w.ops.scale(self._all_reduce(w, away, number), self.alpha))
+            w.ops.add(c, away, scale=self.center_rate / len(w.workers))
         return moves
 
     def _all_reduce(self, w: Worker, away: Tensor, number: int) -> Tensor:
         """Sum the differences of all workers in place; returns this worker's, as the others have decoded it."""
-        mine = away.clone()
+        mine = w.ops.clone(away)
         if self.gather is None:
             self.sum.all_reduce(away)
             return mine
         span = Span(number, 0, away.numel())
         self.gather.all_reduce(away, span)
-        if not mine.is_meta:
-            codec_for_span(self.codec, span, w.flat.slots).decode(self.gather.last_payload, mine)
-        return mine
+        return w.ops.decode(codec_for_span(self.codec, span, w.flat.slots), self.gather.last_payload, mine)
 
     def _exchange(self, w: Worker) -> list[Tensor]:
         """Asynchronous: send x to every shard of the centre, receive the move e, both encoded."""
-        moves = [torch.zeros_like(group.weights) for group in w.flat.groups]
-        if self.codec != Raw():
-            w.charge_copy(sum(e.nbytes for e in moves))
+        moves = [torch.empty_like(group.weights) for group in w.flat.groups]
         for client in self.clients:
-            payload = [encoded(self.codec, w.flat.weights(span)) for span in client.spans]
+            payload = [w.ops.encoded(self.codec, w.flat.weights(span)) for span in client.spans]
             for (group, start, stop), move in zip(client.spans, client.exchange(payload, self.alpha), strict=True):
-                if not moves[group].is_meta:
-                    self.codec.decode(move, moves[group][start:stop])
+                w.ops.decode(self.codec, move, moves[group][start:stop])
         return moves
 
     @torch.no_grad()
     def _update(self, w: Worker, moves: list[Tensor] | None) -> None:
         """x <- x - e + rule(g), or x - e + v; each is computed at the x before both."""
         for number, (group, weight_slice) in enumerate(zip(w.flat.groups, self.slices, strict=True)):
-            if moves is not None and not group.weights.is_meta:
-                group.weights.sub_(moves[number])
-            before, untouched = group.weights.clone() if self.velocity else group.weights, group.untouched()
+            if moves is not None:
+                w.ops.add(group.weights, moves[number], scale=-1)
+            before, untouched = w.ops.clone(group.weights) if self.velocity else group.weights, group.untouched()
             weight_slice.update(group.grad, UpdateContext(weight_slice.weights, samples=w.samples), untouched)
-            if self.velocity and not group.weights.is_meta:
+            if self.velocity and w.ops.computes(group.weights, passes=3):
                 for _, start, stop in (slot.span for slot in group.slots if slot.param_id not in untouched):
                     x, old, v = (one[start:stop] for one in (group.weights, before, self.velocity[number]))
                     torch.add(old, v.mul_(self.momentum).add_(x - old), out=x)

@@ -87,7 +87,7 @@ class GrowingBatch(Strategy):
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the sum of gradients, its mini-batches, and steps since the last update."""
-        self.slices = replica_slices(w.flat, self.rule)
+        self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.reducer = collective("auto", w.transport, w.workers)
         self.sums = [torch.zeros_like(group.outgoing) for group in w.flat.groups]
         self.count = self.taken = 0
@@ -97,7 +97,7 @@ class GrowingBatch(Strategy):
         """Add to the sum; once it is a large mini-batch, all workers update."""
         loss = w.gradient(batch)
         for total, group in zip(self.sums, w.flat.groups, strict=True):
-            total.add_(group.outgoing)
+            w.ops.add(total, group.outgoing)
         self.count += 1
         self.taken += 1
         size, self.rate_divisor = self._phase(w)
@@ -111,9 +111,8 @@ class GrowingBatch(Strategy):
         self.reducer.all_reduce(counted)
         for total, group, weight_slice in zip(self.sums, w.flat.groups, self.slices, strict=True):
             self.reducer.all_reduce(total)
-            w.charge_copy(total.nbytes)
-            group.outgoing.copy_(total)
-            total.zero_()
+            w.ops.copy(total, group.outgoing)
+            w.ops.zero(total)
             at = UpdateContext(
                 weight_slice.weights, samples=w.samples, count=len(w.workers), rate=1 / self.rate_divisor
             )

@@ -50,7 +50,7 @@ from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.worker import Worker
 from manyhands.servers import check_servers
 from manyhands.servers.embeddings import EmbeddingClient, EmbeddingServer, EmbeddingTable, find_tables
-from manyhands.strategies.allreduce import AllReduce, apply_sum
+from manyhands.strategies.allreduce import AllReduce
 
 log = logging.getLogger("manyhands")
 
@@ -146,7 +146,7 @@ class Hybrid(Strategy):
             if table.weight_slice is not None:
                 group = table.flat.groups[0]
                 self.sum.all_reduce(group.outgoing)
-                apply_sum(w, group, table.weight_slice)
+                table.weight_slice.apply_sum(group, len(w.workers), w.samples)
         if any(table.weight_slice is None for table in self.tables):
             self.embeddings.push()
         return loss
@@ -158,7 +158,7 @@ class Hybrid(Strategy):
         alphas = [len(table.gradient()[0]) / table.rows for table in self.tables]
         mean = torch.tensor(alphas, dtype=torch.float64)
         self.sum.all_reduce(mean)
-        self._choose(mean.div_(len(w.workers)))
+        self._choose(w, mean.div_(len(w.workers)))
         found = dict(zip(self.tables, mean.tolist(), strict=True))
         self.unreported["by_shards"] = {
             table.name: alpha for table, alpha in found.items() if table.weight_slice is None
@@ -169,12 +169,12 @@ class Hybrid(Strategy):
         if w.rank == w.lead:
             log.info("fraction of rows that a mini-batch touches: %s", self.unreported)
 
-    def _choose(self, alphas: Tensor) -> None:
+    def _choose(self, w: Worker, alphas: Tensor) -> None:
         """Make tables dense of which a mini-batch touches too many rows."""
         self.alphas = alphas
         for table, alpha in zip(self.tables, alphas.tolist(), strict=True):
             if alpha >= self.threshold:
-                table.make_dense(self._row_rule)
+                table.make_dense(w.ops, self._row_rule)
 
     def notes(self) -> Mapping[str, Any]:
         """The choice for each table, in the step in which it was made."""
@@ -217,7 +217,7 @@ class Hybrid(Strategy):
             load_state(w, self.dense, saved)
         rule = section(saved, "rule")
         if "alphas" in saved:
-            self._choose(saved["alphas"])
+            self._choose(w, saved["alphas"])
         for table in self.tables:
             if table.weight_slice is not None:
                 restore([table.weight_slice], table.flat.slots, rule)

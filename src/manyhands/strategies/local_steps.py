@@ -90,10 +90,10 @@ class LocalSteps(Strategy):
 
     def setup(self, w: Worker) -> None:
         """x, the worker's own weights; W, the weights at the start of a round; seconds of computing in this round."""
-        self.slices = replica_slices(w.flat, self.rule)
+        self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.starts: list[WeightSlice] = []
         if self.outer is not None:
-            self.starts = replica_slices(w.flat, self.outer, [group.weights.clone() for group in w.flat.groups])
+            self.starts = replica_slices(w.ops, w.flat, self.outer, [group.weights.clone() for group in w.flat.groups])
         self.reducer = collective("auto", w.transport, w.workers)
         self.sum = None if self.codec is None else Gather(w, self.codec)
         self.rounds.begin(w.steps)
@@ -117,7 +117,6 @@ class LocalSteps(Strategy):
     def _move(self, w: Worker, over: int = 1) -> None:
         """x <- x + rule(g)."""
         for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
-            w.charge_copy(group.outgoing.nbytes)
             at = UpdateContext(weight_slice.weights, samples=w.samples, count=over)
             weight_slice.update(group.grad, at, group.untouched(), over=over)
 
@@ -127,7 +126,7 @@ class LocalSteps(Strategy):
             self.reducer.all_reduce(group.outgoing)
         self._move(w, over=len(w.workers))
         for group, start in zip(w.flat.groups, self.starts, strict=False):
-            start.weights.copy_(group.weights)
+            w.ops.copy(group.weights, start.weights)
 
     @torch.no_grad()
     def _combine(self, w: Worker) -> None:
@@ -135,11 +134,10 @@ class LocalSteps(Strategy):
         began, steps = w.transport.now(), max(1.0, self.rounds.taken)
         weights = [None] * len(w.flat.groups) if self.weight is None else self.weight.take(w)
         for number, (group, weight) in enumerate(zip(w.flat.groups, weights, strict=True)):
-            w.charge_copy(2 * group.weights.nbytes)
             if self.starts:
                 self._step_towards(w, number, group.weights, self.starts[number], weight)
             else:
-                group.weights.copy_(average(self.reducer, len(w.workers), group.weights, weight))
+                w.ops.copy(average(w, self.reducer, group.weights, weight), group.weights)
         self._update_memory(w)
         self.rounds.end()
         self.rounds.measure(self.reducer, self.computing / steps, w.transport.now() - began)
@@ -147,22 +145,22 @@ class LocalSteps(Strategy):
 
     def _step_towards(self, w: Worker, number: int, x: Tensor, start: WeightSlice, weight: Tensor | None) -> None:
         """W <- W + outer(W - x); differences of half-precision numbers are averaged as single ones."""
-        workers, change = len(w.workers), start.weights - x
+        workers, change = len(w.workers), w.ops.difference(start.weights, x)
         if self.sum is None:
-            change = average(self.reducer, workers, change, weight)
+            change = average(w, self.reducer, change, weight)
         else:
             self.sum.all_reduce(change, Span(number, 0, change.numel()))
-            change = change if change.is_meta else change.div_(workers)
+            w.ops.divide(change, workers)
         at = UpdateContext(start.weights, samples=w.samples, count=workers, workers=workers)
         start.update(change.to(x.dtype), at)
-        x.copy_(start.weights)
+        w.ops.copy(start.weights, x)
 
     def _update_memory(self, w: Worker) -> None:
         """Keep, average or reset the state of the local rule."""
         for weight_slice in self.slices if self.memory != "keep" else []:
             for state in weight_slice.states:
                 for name in state if self.memory == "average" else ():
-                    state[name].copy_(average(self.reducer, len(w.workers), state[name]))
+                    w.ops.copy(average(w, self.reducer, state[name]), state[name])
             if self.memory == "reset":
                 weight_slice.forget()
 
@@ -185,7 +183,7 @@ class LocalSteps(Strategy):
         workers = len(w.workers)
         return [
             one.rule.outcome(UpdateContext(one.weights, one.states[0], workers=workers))
-            if isinstance(one.rule, LooksAhead) and not one.weights.is_meta
+            if isinstance(one.rule, LooksAhead)
             else one.weights
             for one in self.starts
         ]

@@ -26,7 +26,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from manyhands.core.codec import Codec
@@ -78,7 +77,7 @@ class Mixing(Strategy):
         self.own = PeerModel(w, self.rule, self.x, self.codec)
         row = mixing(self.graph, me, len(w.workers), w.seed)
         self.weights = {w.workers[i]: weight for i, weight in row.items() if i != me}
-        self.buffers = [[_buffer(w, x) for x in self.x] for _ in range(2 if self.weights and not self.codec else 0)]
+        self.buffers = [[w.slot(x) for x in self.x] for _ in range(2 if self.weights and not self.codec else 0)]
         self.mine: list[Tensor] = []
 
     def step(self, w: Worker, batch: Batch) -> float:
@@ -92,8 +91,8 @@ class Mixing(Strategy):
         moves = self._receive(w)
         if self.mix == "beside":
             self._update(w)
-        for number, move in enumerate(moves):
-            self.x[number].add_(move)
+        for x, move in zip(self.x, moves, strict=False):
+            w.ops.add(x, move)
         return loss
 
     def _send(self, w: Worker) -> None:
@@ -106,22 +105,21 @@ class Mixing(Strategy):
         else:
             payload, self.mine = self.buffers[w.step % 2], self.x
             for copy, x in zip(payload, self.x, strict=True):
-                copy.copy_(x)
+                w.ops.copy(x, copy)
         for rank in self.weights:
             w.transport.send(rank, MIX, (), payload)
 
     def _receive(self, w: Worker) -> list[Tensor]:
         """sum_j W_ij (x_j - x_i) in order of rank, without lost neighbours; empty if there are no neighbours."""
-        moves = [torch.zeros_like(x) for x in self.x] if self.weights else []
+        moves = [w.ops.zeros_like(x) for x in self.x] if self.weights else []
         for rank, weight in self.weights.items():
             try:
                 message = recv(w.transport, MIX, frm=rank)
             except PeerLost:
                 continue
             for move, x, y in zip(moves, self.mine, self.own.decode_model(message.tensors), strict=True):
-                move.add_(y - x, alpha=weight)
+                w.ops.add(move, w.ops.difference(y, x), scale=weight)
             message.release()
-            w.charge_copy(3 * sum(x.nbytes for x in self.x))
         return moves
 
     def _update(self, w: Worker) -> None:
@@ -136,8 +134,3 @@ class Mixing(Strategy):
     def declared_state(self, w: Worker) -> StateParts:
         """Every worker's x, and the state of its rule."""
         return self.own.state_parts()
-
-
-def _buffer(w: Worker, x: Tensor) -> Tensor:
-    """Memory to send from, which workers of this host read in place."""
-    return x if x.is_meta else w.transport.slot(x.numel(), x.dtype)

@@ -78,7 +78,7 @@ class Pipeline(Strategy):
         module = stages(w.model, len(w.workers))[self.stage_index]
         w.lay_out(module)
         self.stage = Stage(w, module)
-        self.slices = replica_slices(w.flat, self.rule)
+        self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.stash = self.versions()
         depth = max(in_flight(row) for row in self.schedule(len(w.workers), self.micro_batches or len(w.workers)))
         self.activation, self.error = ACTIVATION._replace(credit=depth + 1), ERROR._replace(credit=depth + 1)
@@ -132,7 +132,7 @@ class Pipeline(Strategy):
         if self.stage_index:
             self.borrowed[m] = recv(w.transport, self.activation.of(m), frm=w.workers[self.stage_index - 1])
             x = self.borrowed[m].tensors[0]
-        weights = self.stash.forward(m, self.stage.live)
+        weights = self.stash.forward(m, self.stage.live, w.ops)
         loss = w.task.loss
         if self.stage_index < self.last:
             out = self.stage.forward(m, x, weights)
@@ -159,7 +159,6 @@ class Pipeline(Strategy):
         """Apply the gradient accumulated in the backward passes since the last update."""
         w.flat.close()
         for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
-            w.charge_copy(2 * group.weights.nbytes)
             weight_slice.update(
                 group.grad, UpdateContext(weight_slice.weights, samples=w.step * w.batch_size), group.untouched()
             )

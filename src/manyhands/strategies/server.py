@@ -210,13 +210,13 @@ class Server(Strategy):
         self.accruals += 1
         self.untouched &= w.flat.untouched()
         for total, group in zip(totals, w.flat.groups, strict=True):
-            total.add_(group.grad)
-            group.weights.add_(group.grad, alpha=-self.local_lr)
+            w.ops.add(total, group.grad)
+            w.ops.add(group.weights, group.grad, scale=-self.local_lr)
 
     def _so_far(self, w: Worker) -> list[Tensor]:
         """What has accrued since the last push: zeros at first, with every parameter untouched."""
         if self.accrued is None:
-            self.accrued = [torch.zeros_like(group.grad) for group in w.flat.groups]
+            self.accrued = [w.ops.zeros_like(group.grad) for group in w.flat.groups]
             self.untouched = frozenset(slot.param_id for slot in w.flat.slots)
         return self.accrued
 
@@ -227,7 +227,7 @@ class Server(Strategy):
         param_ids = self._without_residual(w, untouched) if untouched else ()
         steps, self.accrued, self.accruals = max(1, self.accruals), None, 0
         if self.push_mean and steps > 1:
-            grads = [g.div_(steps) for g in grads]
+            grads = [w.ops.divide(g, steps) for g in grads]
         for client in self.clients:
             payload = [self.encoder.encode(grads[span.group], span) for span in client.spans]
             pushed = client.push_pull(payload, param_ids, self.views[client] if self.simple else (), steps)

@@ -67,11 +67,11 @@ class Svrg(Strategy):
     def setup(self, w: Worker) -> None:
         """u, shared; u^, the model's own; u0 and mu; every worker's sum for mu, shared; the first step of the epoch."""
         self.u = shared_weights(w)
-        self.slices = replica_slices(w.flat, self.rule, self.u)
+        self.slices = replica_slices(w.ops, w.flat, self.rule, self.u)
         self.read = [group.weights for group in w.flat.groups]
         self.origin, self.mu, self.at_origin = ([torch.zeros_like(x) for x in self.read] for _ in range(3))
         self.sums = [_sums(w, rank) for rank in w.workers]
-        self.counts = [_memory(w, f"count{rank}", 1, torch.int64) for rank in w.workers]
+        self.counts = [w.shared(f"svrg.count{rank}", torch.zeros(1, dtype=torch.int64)) for rank in w.workers]
         self.me = w.workers.index(w.rank)
         self.collective = collective("auto", w.transport, w.workers)
         self.full, self.inner = self._phases(w)
@@ -99,8 +99,8 @@ class Svrg(Strategy):
         self.collective.barrier()
         read(w, self.u)
         for origin, x, total in zip(self.origin, self.read, self.sums[self.me], strict=True):
-            origin.copy_(x)
-            total.zero_()
+            w.ops.copy(x, origin)
+            w.ops.zero(total)
         self.counts[self.me].zero_()
 
     def _add_to_mu(self, w: Worker, batch: Batch) -> float:
@@ -108,8 +108,7 @@ class Svrg(Strategy):
         loss = w.gradient(batch)
         samples = len(batch[0]) if batch else w.batch_size
         for group, total in zip(w.flat.groups, self.sums[self.me], strict=True):
-            w.charge_copy(2 * total.nbytes)
-            total.add_(group.grad, alpha=samples)
+            w.ops.add(total, group.grad, scale=samples)
         self.counts[self.me].add_(samples)
         return loss
 
@@ -118,11 +117,10 @@ class Svrg(Strategy):
         self.collective.barrier()
         n = sum(self.counts[1:], self.counts[0])
         for number, mu in enumerate(self.mu):
-            mu.zero_()
+            w.ops.zero(mu)
             for sums in self.sums:
-                w.charge_copy(mu.nbytes)
-                mu.add_(sums[number])
-            mu.div_(n)
+                w.ops.add(mu, sums[number])
+            w.ops.divide(mu, n)
 
     def _descend(self, w: Worker, batch: Batch) -> float:
         """u <- u - eta v. Both gradients are of the same mini-batch and, by the same seed, with the same dropout."""
@@ -130,13 +128,13 @@ class Svrg(Strategy):
             w.flat.move_to(self.origin)
             w.gradient(batch)
         for g, group in zip(self.at_origin, w.flat.groups, strict=True):
-            g.copy_(group.grad)
+            w.ops.copy(group.grad, g)
         w.flat.move_to(self.read)
         read(w, self.u)
         loss = w.gradient(batch)
         for number, (group, weight_slice) in enumerate(zip(w.flat.groups, self.slices, strict=True)):
-            w.charge_copy(5 * group.grad.nbytes)
-            v = group.grad.sub_(self.at_origin[number]).add_(self.mu[number])
+            v = w.ops.add(group.grad, self.at_origin[number], scale=-1)
+            w.ops.add(v, self.mu[number])
             weight_slice.update(v, UpdateContext(weight_slice.weights, samples=w.samples), self._untouched(w, number))
         return loss
 
@@ -186,13 +184,7 @@ class Svrg(Strategy):
 def _sums(w: Worker, rank: int) -> list[Tensor]:
     """The shared memory of a worker's sum, one tensor per dtype group."""
     weights = [group.weights for group in w.flat.groups]
-    return [_memory(w, f"sum{rank}.{n}", x.numel(), x.dtype) for n, x in enumerate(weights)]
-
-
-def _memory(w: Worker, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    if w.flat.is_meta:
-        return torch.zeros(numel, dtype=dtype, device="meta")
-    return w.transport.shared(f"svrg.{name}", numel, dtype)
+    return [w.shared(f"svrg.sum{rank}.{n}", x) for n, x in enumerate(weights)]
 
 
 @contextmanager

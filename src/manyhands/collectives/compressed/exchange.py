@@ -36,6 +36,7 @@ from manyhands.core.errors import BadPayload
 from manyhands.core.flat import Span
 from manyhands.core.port import Collective, Message, Tag, recv
 from manyhands.core.strategy import Saved
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.worker import Worker
 
 KIND = Tag("sum", carries="vectors")
@@ -115,7 +116,7 @@ class PayloadExchange:
             return own
         largest = torch.cat(scales)
         self._collective.all_reduce(largest, op="max")
-        if not largest.is_meta and not bool((largest.isfinite() & (largest >= 0)).all()):
+        if UNCHARGED.computes(largest) and not bool((largest.isfinite() & (largest >= 0)).all()):
             raise BadPayload(f"the largest of all ranks' scales are {largest.tolist()}, but must be >= 0 and finite")
         return list(torch.split(largest, [scale.numel() for scale in scales]))
 
@@ -135,11 +136,7 @@ def add_decoded(w: Worker, codec: Codec, payloads: Iterable[tuple[int, Payload]]
     one = spare.like(out)
     with w.timer.encoding():
         for number, (_, payload) in enumerate(payloads):
-            w.charge_copy(out.nbytes)
-            if out.is_meta:
-                continue
             if number == 0:
-                codec.decode(payload, out)
+                w.ops.decode(codec, payload, out)
             else:
-                codec.decode(payload, one)
-                out.add_(one)
+                w.ops.add_decoded(codec, payload, out, one)

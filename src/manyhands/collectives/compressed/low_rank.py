@@ -41,7 +41,8 @@ from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import ParamSlot, Span
 from manyhands.core.state import add, named, section, under
 from manyhands.core.strategy import Saved
-from manyhands.core.worker import REFERENCE_FLOPS, Worker
+from manyhands.core.vector_ops import UNCHARGED
+from manyhands.core.worker import Worker
 
 
 class Matrix(NamedTuple):
@@ -101,7 +102,7 @@ class LowRankSum:
             self._sum_plain([*(vector[part] for part in rest), counts])
         if matrices:
             self._sum_thin(vector, matrices)
-        if counts.is_meta or bool(counts.all()):
+        if not UNCHARGED.computes(counts) or bool(counts.all()):
             return ALL_TOUCHED
         return frozenset(param_id for param_id, count in zip(ids, counts.tolist(), strict=True) if not count)
 
@@ -121,21 +122,20 @@ class LowRankSum:
         return Matrix(slot, n, m, r) if (n + m) * r * self._least_rate < n * m else None
 
     def _sum_plain(self, rest: Sequence[Tensor]) -> None:
-        row = torch.cat(list(rest))
-        self._w.charge_copy(2 * row.nbytes)
+        row = self._w.ops.joined(rest)
         self._collective.all_reduce(row)
         for x, summed in zip(rest, torch.split(row, [x.numel() for x in rest]), strict=True):
-            x.copy_(summed)
+            self._w.ops.copy(summed, x)
 
     def _sum_thin(self, vector: Tensor, matrices: Sequence[Matrix]) -> None:
-        self._charge(vector, matrices)
-        left = self._left[matrices[0].slot.span.group]
-        M = [one.of(left).add_(one.of(vector)) for one in matrices]
-        A = [orthonormal(a) for a in self._summed([m @ self._start(one) for m, one in zip(M, matrices, strict=True)])]
-        B = self._summed([m.T @ a for m, a in zip(M, A, strict=True)])
+        ops, left = self._w.ops, self._left[matrices[0].slot.span.group]
+        M = [ops.add(one.of(left), one.of(vector)) for one in matrices]
+        A = self._summed([ops.product(m, self._start(one)) for m, one in zip(M, matrices, strict=True)])
+        A = [orthonormal(a) for a in A]
+        B = self._summed([ops.product(m.T, a) for m, a in zip(M, A, strict=True)])
         for one, m, a, b in zip(matrices, M, A, B, strict=True):
-            out = torch.mm(a, b.T, out=one.of(vector))
-            m.sub_(out, alpha=1 / len(self._ranks))
+            out = ops.product(a, b.T, out=one.of(vector))
+            ops.add(m, out, scale=-1 / len(self._ranks))
             self._q[one.slot.name] = orthonormal(b)
 
     def _summed(self, some: Sequence[Tensor]) -> list[Tensor]:
@@ -151,11 +151,6 @@ class LowRankSum:
             generator = torch.Generator().manual_seed(hash((self._w.seed, one.slot.param_id)) % 2**63)
             q = orthonormal(torch.randn(one.m, one.r, generator=generator)).to(self._left[one.slot.span.group])
         return q
-
-    def _charge(self, vector: Tensor, matrices: Sequence[Matrix]) -> None:
-        """Three products, and three passes over the gradient."""
-        self._w.transport.charge_compute(sum(6 * one.n * one.m * one.r for one in matrices) / REFERENCE_FLOPS)
-        self._w.charge_copy(3 * sum(one.slot.span.numel for one in matrices) * vector.element_size())
 
     # -- checkpoints ------------------------------------------------------------------------------
 

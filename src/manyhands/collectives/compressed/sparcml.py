@@ -105,14 +105,14 @@ class Sparcml:
         x, algorithm = vector[span.start : span.stop], self.choose(vector, span)
         mine = self._encode(vector, span)
         if algorithm == "double":
-            self._write(self._double(mine), x)
+            self._double(mine).write(x, self._w.ops)
         else:
             part = self._split(mine, span)
             if algorithm == "split" or self._dense_parts is None:
                 self._gather(part if algorithm == "split" else part.dense(), x, span)
             else:
                 own = self._parts(span)[self._exchange.index_in_group]
-                self._write(part, vector[own.start : own.stop])
+                part.write(vector[own.start : own.stop], self._w.ops)
                 self._dense_parts.all_gather(vector, self._parts(span))
         return self._exchange.untouched
 
@@ -161,8 +161,7 @@ class Sparcml:
         index, N, dtype = self._exchange.index_in_group, mine.numel, mine.values.dtype
         messages = {other: self._exchange.receive(other) for other in others}
         streams = {other: received(message.tensors, N, dtype) for other, message in messages.items()} | {index: mine}
-        self._w.charge_copy(sum(stream.nbytes for stream in streams.values()))
-        merged = total([streams[one] for one in sorted(streams)])
+        merged = total([streams[one] for one in sorted(streams)], self._w.ops)
         for message in messages.values():
             message.release()
         return merged
@@ -188,11 +187,7 @@ class Sparcml:
             self._exchange.send(index, part.tensors)
         for index, tensors in self._exchange.in_order(part.tensors):
             out = x[parts[index].start - span.start : parts[index].stop - span.start]
-            self._write(received(tensors, out.numel(), out.dtype), out)
-
-    def _write(self, stream: Stream, out: Tensor) -> None:
-        self._w.charge_copy(out.nbytes)
-        stream.write(out)
+            received(tensors, out.numel(), out.dtype).write(out, self._w.ops)
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from manyhands.core.codec import Codec, Payload, Sparse, Wraps
 from manyhands.core.encoder import PerParameterCodec
 from manyhands.core.errors import BadPayload, refuse_unless
+from manyhands.core.vector_ops import UNCHARGED, VectorOps
 
 INDEX_BYTES = 4
 
@@ -63,9 +64,7 @@ class Stream:
         """The same numbers, all of them stored."""
         if self.indices is None:
             return self
-        out = self.values.new_empty(self.numel)
-        self.write(out)
-        return Stream(self.numel, out)
+        return Stream(self.numel, self.write(self.values.new_empty(self.numel)))
 
     def cut(self, low: int, high: int) -> Stream:
         """The stream of a part of the span."""
@@ -77,27 +76,26 @@ class Stream:
         first, last = torch.searchsorted(self.indices, ends).tolist()
         return Stream(high - low, self.values[first:last], self.indices[first:last] - low)
 
-    def write(self, out: Tensor) -> None:
-        """Fill a vector with the numbers, and 0 where none is stored."""
-        if out.is_meta:
-            return
+    def write(self, out: Tensor, ops: VectorOps = UNCHARGED) -> Tensor:
+        """Fill a vector, which is returned, with the numbers, and 0 where none is stored."""
         if self.indices is None:
-            out.copy_(self.values)
-        else:
+            return ops.copy(self.values, out)
+        if ops.computes(out):
             out.zero_().index_copy_(0, self.indices.long(), self.values)
+        return out
 
 
-def total(streams: Sequence[Stream]) -> Stream:
+def total(streams: Sequence[Stream], ops: VectorOps = UNCHARGED) -> Stream:
     """The sum of streams of one span, in new memory: dense if one of them is, else with the union of their indices."""
     N, like = streams[0].numel, streams[0].values
     stored = [one.indices for one in streams if one.indices is not None]
+    computes = ops.computes(*(x for one in streams for x in one.tensors))
     if len(stored) < len(streams):
         out = like.new_zeros(N)
-        for one in streams:
-            if not like.is_meta:
-                _add(one, out)
+        for one in streams if computes else ():
+            _add(one, out)
         return Stream(N, out)
-    if like.is_meta:
+    if not computes:
         return _of_size(N, N * (1 - prod(1 - i.numel() / max(1, N) for i in stored)), like)
     indices = torch.unique_consecutive(torch.cat(stored).sort().values)
     values = like.new_zeros(indices.numel())

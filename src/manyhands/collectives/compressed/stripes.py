@@ -74,10 +74,8 @@ class EncodedAllGather:
             exchange.send(index, mine)
         silent = [index for index, stripe in enumerate(stripes) if not stripe.numel]
         for index, payload in exchange.in_order(mine, silent):
-            out = vector[stripes[index].start : stripes[index].stop]
-            self._w.charge_copy(out.nbytes)
-            if not out.is_meta:
-                codec_for_span(self.encoder.codec, stripes[index], self._w.flat.slots).decode(payload, out)
+            codec = codec_for_span(self.encoder.codec, stripes[index], self._w.flat.slots)
+            self._w.ops.decode(codec, payload, vector[stripes[index].start : stripes[index].stop])
         return exchange.untouched
 
 

@@ -56,7 +56,7 @@ class EmbeddingClient:
     def _load(self, k: int, table: EmbeddingTable, rows: Tensor | slice) -> None:
         message = recv(self._t, ROWS, frm=self._server_ranks[k])
         (values,) = message.tensors
-        self._w.charge_copy(values.nbytes)
+        self._w.ops.computes(values)
         table.weights[rows] = values
         message.release()
 
@@ -66,7 +66,7 @@ class EmbeddingClient:
         for number, table in self._sparse:
             rows, values = table.gradient()
             self._refuse_stale(table, rows)
-            self._w.charge_copy(values.nbytes)
+            self._w.ops.computes(values)
             for k, cut in table.cuts(rows):
                 groups[k].append((number, rows[cut] - table.bounds[k], values[cut]))
         for rank, some in zip(self._server_ranks, groups, strict=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 from manyhands.core.port import Message, Tag, recv
 from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.state import restore, state_slices
+from manyhands.core.vector_ops import VectorOps
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 from manyhands.servers.embeddings.table import EmbeddingTable
@@ -45,7 +46,9 @@ class EmbeddingServer:
         self._w = w
         self._t = w.transport
         self._tables = tables
-        self._slices = [WeightSlice(t.span(k), t.flat.weights(t.span(k)).clone(), t.flat.slots, rule) for t in tables]
+        self._slices = [
+            WeightSlice(w.ops, t.span(k), t.flat.weights(t.span(k)).clone(), t.flat.slots, rule) for t in tables
+        ]
         self._clock = 0
         self._pushed: dict[int, dict[int, Message]] = {}
         """The pushes of every clock, by rank; their tensors are lent."""
@@ -94,8 +97,7 @@ class EmbeddingServer:
                 gradients[number].append((message.tensors[2 * slot], message.tensors[2 * slot + 1]))
         for weight_slice, touched in zip(self._slices, gradients, strict=True):
             if touched:
-                mean = _mean(touched, len(messages))
-                self._w.charge_copy(sum(g.nbytes for _, g in touched) + 2 * mean.values().nbytes)
+                mean = _mean(self._w.ops, touched, len(messages))
                 weight_slice.update_rows(
                     weight_slice.param_ids[0],
                     mean,
@@ -109,8 +111,8 @@ class EmbeddingServer:
         number = message.meta[1]
         weights = self._slices[number].weights.view(-1, self._tables[number].width)
         values = weights[message.tensors[0]] if message.tensors else weights.clone()
+        self._w.ops.computes(values)
         message.release()
-        self._w.charge_copy(values.nbytes)
         self._t.send(message.frm, ROWS, (), (values,))
 
     def _save(self, message: Message) -> None:
@@ -126,11 +128,12 @@ class EmbeddingServer:
         message.release()
 
 
-def _mean(touched: Sequence[Touched], workers: int) -> Tensor:
+def _mean(ops: VectorOps, touched: Sequence[Touched], workers: int) -> Tensor:
     """The mean over all workers as a sparse gradient; a worker names each row at most once."""
     rows, where = torch.unique(torch.cat([rows for rows, _ in touched]), return_inverse=True)
     total = touched[0][1].new_zeros(len(rows), touched[0][1].shape[1])
     for slot, (_, g) in zip(where.split([len(rows) for rows, _ in touched]), touched, strict=True):
+        ops.computes(g)
         total.index_add_(0, slot, g)
     mean, size = total.div_(workers), (int(rows[-1]) + 1, total.shape[1])
     return torch.sparse_coo_tensor(rows[None], mean, size, is_coalesced=True, check_invariants=False)

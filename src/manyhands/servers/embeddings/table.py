@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from manyhands.core.errors import Refused
 from manyhands.core.flat import Flat, Span
 from manyhands.core.rule import Rule
+from manyhands.core.vector_ops import VectorOps
 from manyhands.core.weight_slice import WeightSlice, replica_slices
 
 
@@ -74,9 +75,9 @@ class EmbeddingTable:
             if start < stop:
                 yield k, slice(start, stop)
 
-    def make_dense(self, rule: Rule) -> None:
+    def make_dense(self, ops: VectorOps, rule: Rule) -> None:
         """Treat the table like any dense parameter from now on, also the gradient of this step."""
-        (self.weight_slice,) = replica_slices(self.flat, rule)
+        (self.weight_slice,) = replica_slices(ops, self.flat, rule)
         self.flat.keep_rows(False)
         found = self.flat.rows.pop(self.slot.param_id, None)
         if found is not None:

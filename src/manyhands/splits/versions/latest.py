@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from manyhands.core.vector_ops import VectorOps
+
 
 class Latest:
     """The live weights, without copies."""
 
-    def forward(self, m: int, live: list[Tensor]) -> list[Tensor]:
+    def forward(self, m: int, live: list[Tensor], ops: VectorOps) -> list[Tensor]:
         """The weights that F(m) and B(m) compute with."""
         return live
 

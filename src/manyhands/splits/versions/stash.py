@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
+from manyhands.core.vector_ops import VectorOps
+
 
 class Stash:
     """Copies of the weights, by version."""
@@ -19,9 +21,10 @@ class Stash:
         self._copies: dict[int, list[Tensor]] = {}
         self._used: dict[int, int] = {}
 
-    def forward(self, m: int, live: list[Tensor]) -> list[Tensor]:
+    def forward(self, m: int, live: list[Tensor], ops: VectorOps) -> list[Tensor]:
         """The weights that F(m) and B(m) compute with: a copy of the current version."""
         if self.version not in self._copies:
+            ops.computes(*live)
             self._copies[self.version] = [x.detach().clone().requires_grad_() for x in live]
         self._used[m] = self.version
         return self._copies[self.version]

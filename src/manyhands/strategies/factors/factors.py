@@ -51,8 +51,7 @@ from manyhands.core.port import Message, Tag, recv
 from manyhands.core.rule import Rule
 from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.weight_slice import replica_slices
-from manyhands.core.worker import REFERENCE_FLOPS, Worker
-from manyhands.strategies.allreduce import apply_sum
+from manyhands.core.worker import Worker
 from manyhands.strategies.factors.linear_layer import Layer, Pair, find_layers, left
 
 log = logging.getLogger("manyhands")
@@ -83,11 +82,11 @@ class Factors(Strategy):
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; layers that may have factors, and their hooks; the choice."""
-        self.slices = replica_slices(w.flat, self.rule)
+        self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.sum = collective(self.collective, w.transport, w.workers)
         sends = len(w.workers) > 1 and w.task.gradient is None
         self.layers = find_layers(w.model, w.flat) if sends else []
-        self.hooks = [] if w.flat.is_meta else [layer.watch() for layer in self.layers]
+        self.hooks = [layer.watch() for layer in self.layers]
         self.rows: Tensor | None = None
         self.by_factors: Sequence[Layer] = self.layers
         self.left = [left(group, ()) for group in w.flat.groups]
@@ -104,19 +103,14 @@ class Factors(Strategy):
         all_factors = self._exchange(w, mine) if self.by_factors else {}
         self._sum_rest(w)
         for layer, (delta, h) in all_factors.items():
-            w.transport.charge_compute(2 * len(h) * layer.M * layer.N / REFERENCE_FLOPS)
-            if not h.is_meta:
-                layer.rebuild(w.flat, delta, h)
+            layer.rebuild(w.ops, w.flat, delta, h)
         for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
-            apply_sum(w, group, weight_slice)
+            weight_slice.apply_sum(group, len(w.workers), w.samples)
         return loss
 
     def _take(self, w: Worker) -> Found:
         """The factors that this rank sends."""
-        if w.flat.is_meta:
-            return {layer: layer.sizes(w.batch_size) for layer in self.by_factors}
-        w.charge_copy(sum(w.flat.gradient_of(layer.weight).nbytes for layer in self.by_factors))
-        return {layer: layer.take(w.flat) for layer in self.by_factors}
+        return {layer: layer.take(w.ops, w.flat, w.batch_size) for layer in self.by_factors}
 
     def _exchange(self, w: Worker, mine: Found) -> dict[Layer, Pair]:
         """The factors of all ranks, in order of rank, for the layers whose factors are valid on every rank."""
@@ -131,8 +125,8 @@ class Factors(Strategy):
         for layer in self.by_factors:
             pairs = [pair for one in found if (pair := one[layer]) is not None]
             if len(pairs) == len(found):
-                all_factors[layer] = torch.cat([delta for delta, _ in pairs]), torch.cat([h for _, h in pairs])
-                w.charge_copy(sum(x.nbytes for x in all_factors[layer]))
+                deltas, hs = zip(*pairs, strict=True)
+                all_factors[layer] = w.ops.joined(deltas), w.ops.joined(hs)
         for message in messages.values():
             message.release()
         self._drop(w, [layer for layer in self.by_factors if layer not in all_factors])
@@ -144,11 +138,10 @@ class Factors(Strategy):
             if len(cuts) == 1 and cuts[0].start == 0:
                 self.sum.all_reduce(group.outgoing)
                 continue
-            rest = torch.cat([group.outgoing[cut] for cut in cuts])
+            rest = w.ops.joined([group.outgoing[cut] for cut in cuts])
             self.sum.all_reduce(rest)
-            w.charge_copy(2 * rest.nbytes)
             for cut, piece in zip(cuts, torch.split(rest, [cut.stop - cut.start for cut in cuts]), strict=True):
-                group.outgoing[cut].copy_(piece)
+                w.ops.copy(piece, group.outgoing[cut])
 
     # -- the choice -------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from manyhands.core.flat import DtypeGroup, Flat, ParamSlot
+from manyhands.core.vector_ops import VectorOps
 
 ROUNDING = 4
 """How far two ways of summing n numbers may differ, in units of the machine epsilon times sqrt(n)."""
@@ -95,8 +96,13 @@ class Layer:
         self._pairs = []
         self._is_open = True
 
-    def take(self, flat: Flat) -> Pair | None:
-        """This step's factors, in memory that may be sent; None if their product is not this rank's gradient."""
+    def take(self, ops: VectorOps, flat: Flat, samples: int) -> Pair | None:
+        """This step's factors, in memory that may be sent; None if their product is not this rank's gradient.
+
+        Of sizes only, those of as many rows as samples. The check reads the gradient once.
+        """
+        if not ops.computes(flat.gradient_of(self.weight)):
+            return self.sizes(samples)
         pairs, self._pairs, self._is_open = self._pairs, [], False
         if any(x.dtype != self._v.dtype for pair in pairs for x in pair):
             return None
@@ -128,9 +134,9 @@ class Layer:
         shapes = tuple(delta.shape) == (rows, self.M) and tuple(h.shape) == (rows, self.N)
         return shapes and delta.dtype == h.dtype == self._v.dtype
 
-    def rebuild(self, flat: Flat, delta: Tensor, h: Tensor) -> None:
+    def rebuild(self, ops: VectorOps, flat: Flat, delta: Tensor, h: Tensor) -> None:
         """Write the product into the flat gradient."""
-        torch.mm(delta.T, h, out=flat.gradient_of(self.weight))
+        ops.product(delta.T, h, out=flat.gradient_of(self.weight))
         if self.bias is not None:
             torch.sum(delta, 0, out=flat.gradient_of(self.bias))
 

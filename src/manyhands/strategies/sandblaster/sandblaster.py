@@ -149,7 +149,7 @@ class Sandblaster(Strategy):
         samples = len(batch[0])
         try:
             loss = w.gradient(batch, origin=origin) * samples
-            gradients = [group.grad * samples for group in w.flat.groups]
+            gradients = [w.ops.scaled(group.grad, samples) for group in w.flat.groups]
         except Diverged as diverged:
             loss, gradients = diverged.loss, [torch.zeros_like(group.grad) for group in w.flat.groups]
         self.sharded.push(number, portion, gradients)

@@ -18,6 +18,7 @@ from manyhands.core.port import Tag, on_one_host, recv
 from manyhands.core.sharding import by_size
 from manyhands.core.state import StateSlice, join
 from manyhands.core.strategy import Saved
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.worker import Worker
 from manyhands.strategies.sandblaster.vector_server import (
     COMMAND,
@@ -124,7 +125,7 @@ class ShardedVectors:
     def _load(self, rank: int, tag: Tag) -> tuple[Any, ...]:
         message = recv(self._t, tag, frm=rank)
         for span, x in zip(self.spans[rank], message.tensors, strict=True):
-            self._w.flat.weights(span).copy_(x)
+            UNCHARGED.copy(x, self._w.flat.weights(span))  # receiving the message has been charged
         message.release()
         return message.meta
 

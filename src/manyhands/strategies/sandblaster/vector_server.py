@@ -44,10 +44,10 @@ class VectorServer:
         self._coordinator = coordinator
         self._needed = {coordinator, *spans}
         mine = spans[w.rank]
-        self._vectors = Vectors(mine, [w.flat.weights(span) for span in mine])
+        self._vectors = Vectors(w.ops, mine, [w.flat.weights(span) for span in mine])
         self._pass = 0
         self._point: list[Tensor] = []
-        self._sum = InOrder(())
+        self._sum = InOrder(w.ops, ())
         self._waiting: list[tuple[int, int]] = []
         self._queue: deque[tuple[Any, ...]] = deque()
         self._serves = True
@@ -87,15 +87,13 @@ class VectorServer:
 
     def _execute(self) -> None:
         """Execute queued operations, as far as the arrived portions allow; then send the results."""
-        results, done = [], 0
+        results = []
         while self._queue and not self._waits(*self._queue[0]):
             name, *arguments = self._queue.popleft()
             if name in self._questions:
                 results.append(self._questions[name](*arguments))
             else:
                 self._operations[name](*arguments)
-            done += 1
-        self._w.charge_copy(2 * done * self._vectors.nbytes)
         for result in results:
             self._t.send(self._coordinator, RESULT, (result,))
 
@@ -105,18 +103,18 @@ class VectorServer:
     def _open(self, number: int, t: float) -> None:
         """Begin a pass at w + t d, in new memory: that of the last one may still be lent."""
         self._pass = number
-        self._point = [x.clone() for x in self._vectors["w"]]
+        self._point = [self._w.ops.clone(x) for x in self._vectors["w"]]
         if t:
             for x, d in zip(self._point, self._vectors["d"], strict=True):
-                x.add_(d, alpha=t)
-        self._sum = InOrder(self._point)
+                self._w.ops.add(x, d, scale=t)
+        self._sum = InOrder(self._w.ops, self._point)
         waiting, self._waiting = self._waiting, []
         for rank, wanted in waiting:
             self._send_point(rank, wanted)
 
     def _close(self, name: str, portions: int, samples: int) -> None:
         """End a pass: store the mean gradient under a name."""
-        self._vectors.put(name, [x.div_(samples) for x in self._sum.total])
+        self._vectors.put(name, [self._w.ops.divide(x, samples) for x in self._sum.total])
 
     def _fetch(self, message: Message) -> None:
         self._send_point(message.frm, message.meta[0])
@@ -125,7 +123,6 @@ class VectorServer:
         if wanted > self._pass:
             self._waiting.append((rank, wanted))
         else:
-            self._w.charge_copy(self._vectors.nbytes)
             self._t.send(rank, FETCHED, (self._pass,), self._point)
 
     def _add_portion(self, message: Message) -> None:
@@ -133,8 +130,7 @@ class VectorServer:
         if number != self._pass or self._sum.has(portion):
             message.release()
             return
-        self._w.charge_copy(2 * self._vectors.nbytes)
-        self._sum.put(portion, message.keep())
+        self._sum.put(portion, self._w.ops.keep(message))
         self._execute()
 
     def _read(self, message: Message) -> None:

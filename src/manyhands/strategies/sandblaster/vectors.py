@@ -17,6 +17,7 @@ from torch import Tensor
 from manyhands.core.flat import ParamSlot, Span
 from manyhands.core.state import StateSlice
 from manyhands.core.strategy import Saved
+from manyhands.core.vector_ops import VectorOps
 
 BLOCK = 2**16
 """Elements that a dot converts at once: it adds in double precision, and a whole copy of that would be large."""
@@ -25,10 +26,10 @@ BLOCK = 2**16
 class Vectors:
     """One shard of all vectors: of each a list of tensors, one per span."""
 
-    def __init__(self, spans: Sequence[Span], weights: Sequence[Tensor]) -> None:
+    def __init__(self, ops: VectorOps, spans: Sequence[Span], weights: Sequence[Tensor]) -> None:
+        self._ops = ops
         self.spans = spans
         self._named: dict[str, list[Tensor]] = {"w": [x.clone() for x in weights]}
-        self.nbytes = sum(x.nbytes for x in weights)
 
     def __getitem__(self, name: str) -> list[Tensor]:
         return self._named[name]
@@ -39,17 +40,17 @@ class Vectors:
 
     def copy(self, x: str, into: str) -> None:
         """into <- x"""
-        self._named[into] = [one.clone() for one in self._named[x]]
+        self._named[into] = [self._ops.clone(one) for one in self._named[x]]
 
     def scale(self, a: float, x: str) -> None:
         """x <- a x"""
         for one in self._named[x]:
-            one.mul_(a)
+            self._ops.scale(one, a)
 
     def add(self, a: float, x: str, to: str) -> None:
         """to <- to + a x"""
         for one, y in zip(self._named[x], self._named[to], strict=True):
-            y.add_(one, alpha=a)
+            self._ops.add(y, one, scale=a)
 
     def drop(self, x: str) -> None:
         """Delete x."""
@@ -57,15 +58,18 @@ class Vectors:
 
     def dot(self, x: str, y: str) -> float:
         """The contribution of this shard to xᵀy."""
+        self._ops.computes(*self._named[x], *self._named[y])
         pairs = zip(self._named[x], self._named[y], strict=True)
         return sum(torch.dot(a.double(), b.double()).item() for pair in pairs for a, b in _blocks(*pair))
 
     def size(self, x: str) -> float:
         """The contribution of this shard to the sum of |x_i|."""
+        self._ops.computes(*self._named[x])
         return sum(one.abs().sum(dtype=torch.float64).item() for one in self._named[x])
 
     def reach(self, x: str) -> float:
         """The largest |x_i| of this shard."""
+        self._ops.computes(*self._named[x])
         return max(one.abs().max().item() for one in self._named[x])
 
     # -- checkpoints ------------------------------------------------------------------------------
@@ -93,8 +97,9 @@ class Vectors:
 class InOrder:
     """The sum of portions in the order of their numbers, whatever the order of arrival: the same to the last bit."""
 
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        self.total = [torch.zeros_like(x) for x in like]
+    def __init__(self, ops: VectorOps, like: Sequence[Tensor]) -> None:
+        self._ops = ops
+        self.total = [ops.zeros_like(x) for x in like]
         self._next = 0
         """How many have been added: all before that number."""
         self._early: dict[int, tuple[Tensor, ...]] = {}
@@ -112,7 +117,7 @@ class InOrder:
         self._early[number] = values
         while (due := self._early.pop(self._next, None)) is not None:
             for total, x in zip(self.total, due, strict=True):
-                total.add_(x)
+                self._ops.add(total, x)
             self._next += 1
 
 

@@ -63,9 +63,8 @@ def descend(w: Worker, model: Descends, weight_slice: WeightSlice, batch: Batch)
     with w.timer.computing():
         step = model.descend(*batch)
         loss = w.checked(step.loss)
-        if w.transport.is_simulated:
-            w.transport.charge_compute(w.seconds(len(batch[0])))
-    w.charge_copy(2 * step.touches * weight_slice.weights.element_size())
+        w.charge_passes(len(batch[0]))
+    w.ops.computes(weight_slice.weights[: step.touches], passes=2)
     for index in range(len(weight_slice.counts)):
         weight_slice.counts[index] += 1
     assert isinstance(weight_slice.rule, Scales)

@@ -55,7 +55,7 @@ class SharedMemory(Strategy):
         self.weights = shared_weights(w)
         if not self.snapshot:
             w.flat.move_to(self.weights)
-        self.slices = replica_slices(w.flat, self.rule, self.weights)
+        self.slices = replica_slices(w.ops, w.flat, self.rule, self.weights)
         if all(skips(weight_slice.rule) for weight_slice in self.slices):
             w.flat.keep_rows()
         self.descending = None if self.snapshot else descending_model(w, self.slices)
@@ -78,8 +78,6 @@ class SharedMemory(Strategy):
         """Apply a gradient: dense parameters as a whole, of sparse ones the rows that have a gradient."""
         rows = w.flat.rows
         sparse = [slot for slot in group.slots if slot.param_id in rows] if rows else []
-        skipped = sum(slot.span.numel - rows[slot.param_id].values().numel() for slot in sparse)
-        w.charge_copy(2 * (group.weights.nbytes - skipped * group.weights.element_size()))
         untouched = group.untouched().union(slot.param_id for slot in sparse)
         weight_slice.update(group.grad, UpdateContext(weight_slice.weights, samples=w.samples), untouched)
         for slot in sparse:
