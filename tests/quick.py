@@ -24,7 +24,11 @@ PARTS = {
     "collectives": ("contracts/test_collective_contract.py", "collectives"),
     "servers": ("contracts/test_shard_contract.py", "contracts/test_consistency_contract.py", "servers"),
     "peers": ("peers", "pins/test_gossip.py"),
-    "strategies": ("contracts/test_strategy_contract.py", "end_to_end/test_refusals.py"),
+    "strategies": (
+        "contracts/test_strategy_contract.py",
+        "contracts/test_charging_contract.py",
+        "end_to_end/test_refusals.py",
+    ),
     "catalog": ("test_architecture.py", "cli/test_index.py", "test_docs.py", "end_to_end/test_refusals.py"),
     "runtime": ("runtime",),
     "transport": ("contracts/test_transport_contract.py",),

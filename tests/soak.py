@@ -1,6 +1,7 @@
-"""`make soak`: whole runs of every method, then the fault tests again and again to find what happens only sometimes.
+"""`make soak`: tests that are marked so, whole runs of every method, and the fault tests again and again.
 
-One line at the end says how it went; the first run of pytest that fails ends it and shows what that said.
+Repeating them finds what happens only sometimes. One line at the end says how it went; the first run of pytest that
+fails ends it and shows what that said.
 """
 
 import re
@@ -15,6 +16,8 @@ TESTS = Path(__file__).parent
 FAULTS = ["-x", *(TESTS / name for name in ("real/test_faults.py", "real/test_stops.py", "runtime/test_hostile.py"))]
 ALL = "soak or not soak"
 MATRIX = ["--dist", "loadgroup", TESTS / "matrix"]
+MARKED = ["-m", "soak", TESTS]
+"""What is marked as more of what other tests show."""
 
 
 class Failed(Exception):
@@ -33,8 +36,9 @@ def passed(*words):
 
 def main(rounds=20, matrices=1):
     """The exit code: 0 if nothing has failed."""
-    began, tests = time.monotonic(), {"matrix": 0, "round": 0}
-    runs = [("matrix", MATRIX, number, matrices) for number in range(1, matrices + 1)]
+    began, tests = time.monotonic(), {"marked": 0, "matrix": 0, "round": 0}
+    runs = [("marked", MARKED, 1, 1)]
+    runs += [("matrix", MATRIX, number, matrices) for number in range(1, matrices + 1)]
     runs += [("round", FAULTS, number, rounds) for number in range(1, rounds + 1)]
     for what, words, number, of in runs:
         where = f"{what} {number} of {of}"
@@ -45,7 +49,8 @@ def main(rounds=20, matrices=1):
             print(f"soak: failed in {where}, {minutes_since(began):.0f} min")
             return 1
         print(f"{where}: {tests[what]} tests, {minutes_since(began):.1f} min so far", flush=True)
-    parts = [f"{rounds} of {rounds} rounds of {tests['round']} tests"] if rounds else []
+    parts = [f"{tests['marked']} marked tests"]
+    parts += [f"{rounds} of {rounds} rounds of {tests['round']} tests"] if rounds else []
     parts += [f"matrix of {len(methods())} methods: {tests['matrix']} tests"] if matrices else []
     print(f"soak: {', '.join(parts)}, no failure, {minutes_since(began):.0f} min")
     return 0

@@ -221,7 +221,7 @@ def test_what_a_method_writes_by_itself_is_charged(name, written):
     """At most two passes are written for each that is charged: torch makes temporary vectors, memory sees one pass."""
     for cluster in clusters(name):
         counts = []
-        for steps in (6, 12):  # the difference is without setup
+        for steps in (4, 8):  # the difference is without setup
             written.nbytes = written.charged = 0
             task = wide_task()
             with written:

@@ -10,9 +10,12 @@ from functools import cache, partial
 
 import pytest
 import torch
+from part_modules import classes_with, modules
 from worlds import WORLDS, by_rank, die
 
+from manyhands import collectives
 from manyhands.collectives import ALGORITHMS, collective
+from manyhands.collectives.choose import Alone, BySize
 from manyhands.core.errors import PeerLost, Refused
 from manyhands.core.port import even_spans
 from manyhands.virtual.cluster import Cluster
@@ -42,6 +45,13 @@ def drawn(rank, m):
 
 def fractions(rank, m):
     return drawn(rank, m).clone()
+
+
+def test_every_algorithm_has_a_name():
+    """One in a new file is tested as soon as it has a line in `ALGORITHMS`; without one it could not be chosen."""
+    parts = modules(collectives).values()
+    found = [kind for module in parts for kind in classes_with(module, "all_reduce", "barrier")]
+    assert set(found) - {Alone, BySize} <= set(ALGORITHMS.values())
 
 
 # -- operations: each gives what a rank ends with, and says what that must be --------------------------

@@ -176,8 +176,7 @@ def test_the_memory_is_saved_by_parameter_and_inherited():
         first, second = (Encoder(w, Shaped()) for _ in range(2))
         first.encode(torch.zeros(31), Span(0, 0, 12))
         saved = first.state()
-        second.inherit(saved)
-        second.inherit(saved)
+        second.inherit([saved, saved])
         return saved, second.memory[0], Encoder(w, Raw()).state(), Encoder(w, Raw()).remembers, first.remembers
 
     saved, memory, nothing, forgets, remembers = with_worker(program)

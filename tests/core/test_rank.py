@@ -37,9 +37,6 @@ class Spy(Strategy):
     def answer(self, w):
         return None if gather(w) is None else w.named()
 
-    def state(self, w):
-        return {} if gather(w) is not None else None
-
     def peek(self, w):
         return w.named()
 
@@ -95,7 +92,7 @@ def test_an_own_loop_is_the_same_life():
 
 def test_a_pause_that_saves_quiesces_and_resumes(tmp_path):
     mh.train(task(), Spy(), cluster=mh.Cluster(workers=2), steps=2, out=tmp_path, checkpoint_every=1)
-    saved = ["quiesce", "declared_state", "state", "answer", "resume"]
+    saved = ["quiesce", "declared_state", "answer", "resume"]
     assert calls(0) == calls(1) == ["setup", "step", *saved, "step", *saved, "finish", "answer"]
 
 
@@ -111,7 +108,7 @@ def test_a_resumed_run_restores_after_its_setup(tmp_path):
     mh.train(task(), Spy(), cluster=mh.Cluster(workers=2), steps=1, out=tmp_path, checkpoint_every=1)
     CALLS.clear()
     mh.train(task(), Spy(), cluster=mh.Cluster(workers=2), steps=2, resume=tmp_path)
-    assert calls(0) == calls(1) == ["setup", "declared_state", "restore", "restored", "step", "finish", "answer"]
+    assert calls(0) == calls(1) == ["setup", "declared_state", "restored", "step", "finish", "answer"]
 
 
 def test_the_program_of_a_rank_is_that_of_its_role():

@@ -337,7 +337,9 @@ def test_the_history_goes_on_with_other_keepers_and_may_become_shorter(tmp_path)
     again = mh.train(noisy(), Sandblaster(**knobs), steps=14, resume=tmp_path, seed=5, cluster=mh.Cluster(workers=4))
     torch.testing.assert_close(flat(again.weights.values()), flat(never.weights.values()), rtol=0, atol=1e-9)
     kept = []
-    shorter = probed(Sandblaster(history=3, **knobs), restore=lambda s, w: w.rank or kept.append(s.coordinator.history))
+    shorter = probed(
+        Sandblaster(history=3, **knobs), restored=lambda s, w: w.rank or kept.append(s.coordinator.history)
+    )
     mh.train(noisy(), shorter, steps=14, resume=tmp_path, seed=5, cluster=mh.Cluster(workers=4))
     (history,) = kept
     assert [pair.number for pair in history.pairs] == [11, 12, 13] and len(state["pairs"]) == 8

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from manyhands.core.flat import Span
+from manyhands.core.vector_ops import UNCHARGED
 from manyhands.servers.remote_shard import RemoteShard
 from manyhands.servers.shard_server import PUSH
 
@@ -27,7 +28,7 @@ class Wire:
 def test_a_gradient_is_as_old_everywhere_as_where_it_is_decided():
     """Between the two reads there was an update: the first shard refuses the gradient, so the other one must too."""
     wire = Wire({7: 2, 8: 3})
-    w = SimpleNamespace(transport=wire, flat=SimpleNamespace(slots=[]))
+    w = SimpleNamespace(transport=wire, flat=SimpleNamespace(slots=[]), ops=UNCHARGED)
     first = RemoteShard(w, 7, [Span(0, 0, 2)])
     clients = [first, RemoteShard(w, 8, [Span(0, 2, 4)], first)]
     for client in clients:

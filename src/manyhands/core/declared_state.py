@@ -109,8 +109,9 @@ class NumberState:
 
     def load(self, saved: Sequence[Saved]) -> None:
         before = getattr(self.owner, self.attribute) if self.scope == "inherited" else 0
-        if saved:
-            setattr(self.owner, self.attribute, before + sum(int(one[""]) for one in saved))
+        numbers = [int(one[""]) for one in saved if one]
+        if numbers:
+            setattr(self.owner, self.attribute, before + sum(numbers))
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,28 @@ class CustomState:
         self.write(saved)
 
 
+@dataclass(frozen=True)
+class RemoteState:
+    """State that servers hold in slices: the lead reads it from them and returns it to them.
+
+    Args:
+        read: returns the slices of all servers.
+        write: takes the whole.
+        scope: which ranks have it.
+    """
+
+    read: Callable[[], Iterable[StateSlice]]
+    write: Callable[[Saved], None]
+    scope: Scope = "lead"
+
+    def save(self) -> Iterable[StateSlice]:
+        return self.read()
+
+    def load(self, saved: Sequence[Saved]) -> None:
+        for one in saved:
+            self.write(one)
+
+
 def _slices(saved: Saved) -> list[StateSlice]:
     return [StateSlice(name, 0, values) for name, values in saved.items()]
 
@@ -144,8 +167,6 @@ def _slices(saved: Saved) -> list[StateSlice]:
 def save_state(w: Worker, strategy: Strategy) -> Saved | None:
     """The state of the whole job, on the lead; None on the others. Every worker takes part."""
     parts = strategy.declared_state(w)
-    if parts is None:
-        return strategy.state(w)
     on_lead = {name: part for name, part in parts.items() if part.scope in ON_LEAD}
     collected = {name: part for name, part in parts.items() if part.scope not in ON_LEAD}
     found = _gathered(w, collected, of_all=strategy.traits.on_worker_loss == "ends")
@@ -185,21 +206,13 @@ def _scope(parts: StateParts, path: str) -> Scope:
 
 def load_state(w: Worker, strategy: Strategy, saved: Saved) -> None:
     """Continue from a saved state, however many workers there are now; every worker calls it after `setup`."""
-    parts = strategy.declared_state(w)
-    if parts is None:
-        strategy.restore(w, saved)
-    else:
-        _load(w, parts, saved)
-    strategy.restored(w)
-
-
-def _load(w: Worker, parts: StateParts, saved: Saved) -> None:
     workers = workers_in(saved)
-    for name, part in parts.items():
+    for name, part in strategy.declared_state(w).items():
         if part.scope not in ONCE_PER_JOB:
             part.load([section(one, name) for one in _selected(w, part.scope, workers)])
         elif part.scope != "lead" or w.rank == w.lead:
             part.load([section(saved, name)])
+    strategy.restored(w)
 
 
 def _selected(w: Worker, scope: Scope, workers: Sequence[Saved]) -> Sequence[Saved]:

@@ -244,11 +244,11 @@ class Encoder:
         memories = [memory for memory in self.memory if memory is not None]
         return named(self._w.flat.slots, memories) if memories else {}
 
-    def inherit(self, saved: Saved) -> None:
-        """Add the saved memory of a worker to this one."""
+    def inherit(self, saved: Sequence[Saved]) -> None:
+        """Add the saved memories of some workers to this one."""
         memories = [memory for memory in self.memory if memory is not None]
-        if memories:
-            add(self._w.flat.slots, memories, saved)
+        for one in saved if memories else ():
+            add(self._w.flat.slots, memories, one)
 
 
 def _first(memory: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from manyhands.core.errors import Refused
 from manyhands.core.flat import ParamSlot, Span
-from manyhands.core.gather import gather, need_all
 from manyhands.core.rule import Remembers, Rule, State
 from manyhands.core.strategy import Saved, Weights
 from manyhands.core.weight_slice import WeightSlice
@@ -177,28 +176,9 @@ def section(saved: Saved, path: str) -> Saved:
     return {"": saved[path], **found} if path in saved else found
 
 
-def collect(w: Worker, mine: Saved, *, of_all: bool = False) -> Saved | None:
-    """The state of all living workers as `worker2/...`, on the lead; None elsewhere. `of_all`: none may be lost."""
-    gathered = gather(w, tuple(mine), tuple(mine.values()))
-    if gathered is None:
-        return None
-    if of_all:
-        need_all(w, gathered)
-    return {
-        name: value
-        for rank, (names, values) in gathered.items()
-        for name, value in under(f"worker{rank}", dict(zip(names, values, strict=True))).items()
-    }
-
-
 def own(w: Worker, saved: Saved) -> Saved:
     """What was saved by the worker of this rank; empty for a new worker."""
     return section(saved, f"worker{w.rank}")
-
-
-def inherited(w: Worker, saved: Saved) -> list[Saved]:
-    """What was saved by those workers whose old rank modulo the new number of workers is this rank."""
-    return [one for rank, one in enumerate(workers_in(saved)) if rank % len(w.workers) == w.rank]
 
 
 def workers_in(saved: Saved) -> list[Saved]:

@@ -125,29 +125,18 @@ class Strategy(ABC):
         """The weights to evaluate; called by one worker while no other is in a step (traits.peekable)."""
         raise NotImplementedError
 
-    def declared_state(self, w: Worker) -> StateParts | None:
-        """By name, all state that `answer` leaves out: core saves and loads it (traits.resumable).
-
-        None: the strategy saves and loads its state itself, with `state` and `restore`.
-        """
-        return None
+    def declared_state(self, w: Worker) -> StateParts:
+        """By name, all state that `answer` leaves out: core saves it, and loads it in this order (traits.resumable)."""
+        return {}
 
     def restored(self, w: Worker) -> None:  # noqa: B027
         """Continue after the state was loaded, before the first step: every worker of a resumed run."""
-
-    def state(self, w: Worker) -> Saved | None:
-        """All that `answer` leaves out, on the leading rank; every worker takes part."""
-        return None
-
-    def restore(self, w: Worker, saved: Saved) -> None:  # noqa: B027
-        """Continue from a saved state: every worker, after `setup` with the saved answer as the model's weights."""
 
 
 OPTIONAL = frozenset(
     {
         *("check", "remarks", "replicas", "notes", "finish", "programs", "serve", "join_running"),
-        *("quiesce", "resume", "peek", "state", "restore"),
-        *("declared_state", "restored"),
+        *("quiesce", "resume", "peek", "declared_state", "restored"),
     }
 )
 """The methods that only some strategies have."""

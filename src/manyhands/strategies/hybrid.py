@@ -32,8 +32,9 @@ best number of cuts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +42,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from manyhands.collectives import collective
-from manyhands.core.declared_state import load_state, save_state
+from manyhands.core.declared_state import CustomState, RemoteState, RuleState, StatePart, StateParts
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather
 from manyhands.core.rule import Rule, skips
-from manyhands.core.state import join, restore, section, state_slices, under
+from manyhands.core.state import StateSlice, restore, state_slices
 from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.worker import Worker
 from manyhands.servers import check_servers
@@ -200,26 +201,35 @@ class Hybrid(Strategy):
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def state(self, w: Worker) -> Saved | None:
-        """The state of the rules, here and at the servers, and the measured sparsity."""
-        saved = {} if self.dense is None else save_state(w, self.dense)
-        if w.rank != w.lead or saved is None:
-            return None
-        saved |= under("rule", join(self.embeddings.save()))
-        for table in self.tables:
-            if table.weight_slice is not None:  # servers hold nothing of it
-                saved |= under("rule", join(state_slices([table.weight_slice], table.flat.slots)))
-        return saved if self.alphas is None else saved | {"alphas": self.alphas}
+    def declared_state(self, w: Worker) -> StateParts:
+        """The measured sparsity, by which tables are dense or not; the state of the rules, here and at the servers."""
+        dense = self.dense.declared_state(w)["rule"] if self.dense is not None else RuleState((), ())
+        return {
+            "alphas": CustomState("shared", self._sparsity, partial(self._load_sparsity, w)),
+            "rule": RemoteState(partial(self._rule_slices, w, dense), partial(self._load_rule, w, dense), dense.scope),
+        }
 
-    def restore(self, w: Worker, saved: Saved) -> None:
+    def _sparsity(self) -> Saved:
+        return {} if self.alphas is None else {"": self.alphas}
+
+    def _load_sparsity(self, w: Worker, saved: Sequence[Saved]) -> None:
+        if saved[0]:
+            self._choose(w, saved[0][""])
+
+    def _rule_slices(self, w: Worker, dense: StatePart) -> Iterator[StateSlice]:
+        """Of dense parameters and, on the lead, of tables: of sparse ones from the servers, of dense ones its own."""
+        yield from dense.save()
+        if w.rank == w.lead:
+            own = {table.name: [table.weight_slice] for table in self.tables if table.weight_slice is not None}
+            yield from (one for one in self.embeddings.save() if one.name.rpartition("/")[0] not in own)
+            for table in self.tables:
+                yield from state_slices(own.get(table.name, []), table.flat.slots)
+
+    def _load_rule(self, w: Worker, dense: StatePart, saved: Saved) -> None:
         """All workers restore the same; the lead restores the servers."""
-        if self.dense is not None:
-            load_state(w, self.dense, saved)
-        rule = section(saved, "rule")
-        if "alphas" in saved:
-            self._choose(w, saved["alphas"])
+        dense.load([saved])
         for table in self.tables:
             if table.weight_slice is not None:
-                restore([table.weight_slice], table.flat.slots, rule)
+                restore([table.weight_slice], table.flat.slots, saved)
         if w.rank == w.lead:
-            self.embeddings.restore(rule)
+            self.embeddings.restore(saved)

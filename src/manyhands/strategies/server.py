@@ -19,7 +19,9 @@ gradient), "end" after every n-th step. Gradients that remain at the end of the 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -29,11 +31,12 @@ from manyhands.codecs import Raw
 from manyhands.core.barrier import barrier
 from manyhands.core.codec import Codec
 from manyhands.core.consistency import WAITING, Consistency, Picks
+from manyhands.core.declared_state import CustomState, NumberState, RemoteState, StateParts
 from manyhands.core.encoder import Encoder, check_alone
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather
 from manyhands.core.rule import Rule, corrects
-from manyhands.core.state import add, collect, inherited, join, named, section, under
+from manyhands.core.state import StateSlice, add, named
 from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.worker import Worker
 from manyhands.servers import (
@@ -294,32 +297,34 @@ class Server(Strategy):
         if self.prefetch or w.step % self.fetch_every:
             self._pull(w)
 
-    def state(self, w: Worker) -> Saved | None:
-        """Every worker's codec memory and accrued gradients; the state of the shards."""
-        mine = under("memory", self.encoder.state())
-        if self.accrued is not None:
-            touched = [slot for slot in w.flat.slots if slot.param_id not in self.untouched]
-            mine |= under("accrued", named(touched, self.accrued)) | {"accruals": torch.tensor(self.accruals)}
-        saved = collect(w, mine)
-        if saved is None:
-            return None
-        return saved | under("rule", join(one for client in self.clients for one in client.state()))
+    def declared_state(self, w: Worker) -> StateParts:
+        """The state of the shards; every worker's codec memory and accrued gradients, which others may inherit."""
+        return {
+            "rule": RemoteState(self._shard_slices, self._restore_shards),
+            "memory": CustomState("inherited", self.encoder.state, self.encoder.inherit),
+            "accrued": CustomState("inherited", partial(self._accrued_by_name, w), partial(self._inherit, w)),
+            "accruals": NumberState(self, "accruals", "inherited"),
+        }
 
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """The lead restores the shards; the remaining workers share memory and gradients of those that are gone."""
-        if w.rank == w.lead:
-            for client in self.clients:
-                client.restore(section(saved, "rule"))
-        for old in inherited(w, saved):
-            self._inherit(w, old)
+    def _shard_slices(self) -> list[StateSlice]:
+        return [one for client in self.clients for one in client.state()]
+
+    def _restore_shards(self, saved: Saved) -> None:
+        for client in self.clients:
+            client.restore(saved)
+
+    def _accrued_by_name(self, w: Worker) -> Saved:
+        touched = [slot for slot in w.flat.slots if slot.param_id not in self.untouched]
+        return {} if self.accrued is None else named(touched, self.accrued)
+
+    def _inherit(self, w: Worker, saved: Sequence[Saved]) -> None:
+        """Add the accrued gradients of workers of the saved run."""
+        for accrued in saved:
+            if accrued:
+                self.simple = False
+                add(w.flat.slots, self._so_far(w), accrued)
+                self.untouched -= {slot.param_id for slot in w.flat.slots if slot.name in accrued}
+
+    def restored(self, w: Worker) -> None:
+        """Read the restored weights."""
         self._begin_again(w)
-
-    def _inherit(self, w: Worker, old: Saved) -> None:
-        """Add the codec memory and the accrued gradients of a worker of the saved run."""
-        accrued = section(old, "accrued")
-        self.encoder.inherit(section(old, "memory"))
-        if accrued:
-            self.simple = False
-            add(w.flat.slots, self._so_far(w), accrued)
-            self.accruals += int(old["accruals"])
-            self.untouched -= {slot.param_id for slot in w.flat.slots if slot.name in accrued}

@@ -71,5 +71,4 @@ class Gather:
 
     def restore(self, saved: Sequence[Saved]) -> None:
         """Take over what this worker's predecessors had not sent yet."""
-        for state in self._exchange.inherited(saved):
-            self._encoder.inherit(section(state, "memory"))
+        self._encoder.inherit([section(state, "memory") for state in self._exchange.inherited(saved)])

@@ -201,5 +201,4 @@ class Sparcml:
         if self._dense_parts is not None:
             inherit(self._exchange, saved, self._encoder, self._dense_parts.encoder)
             return
-        for state in self._exchange.inherited(saved):
-            self._encoder.inherit(section(state, "memory"))
+        self._encoder.inherit([section(state, "memory") for state in self._exchange.inherited(saved)])

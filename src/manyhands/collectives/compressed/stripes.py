@@ -137,7 +137,6 @@ class Stripes:
 
 def inherit(exchange: PayloadExchange, saved: Sequence[Saved], encoder: Encoder, owner: Encoder) -> None:
     """Take over the remainders of workers and owners; workers get those of owners if the stripes have changed."""
-    heir = owner if len(saved) == exchange.size else encoder
-    for state in exchange.inherited(saved):
-        encoder.inherit(section(state, "memory"))
-        heir.inherit(section(state, "owner"))
+    heir, states = owner if len(saved) == exchange.size else encoder, exchange.inherited(saved)
+    encoder.inherit([section(state, "memory") for state in states])
+    heir.inherit([section(state, "owner") for state in states])

@@ -15,16 +15,17 @@ in the order of portions: which replica computed which, and how often, changes n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.core.declared_state import CustomState, StateParts
 from manyhands.core.errors import Diverged, Refused, refuse_unless
 from manyhands.core.fields import Fields
 from manyhands.core.gather import gather
 from manyhands.core.port import Message, recv
-from manyhands.core.state import section, under
 from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.worker import Worker
 from manyhands.rules.lbfgs import Pair
@@ -182,25 +183,33 @@ class Sandblaster(Strategy):
     def resume(self, w: Worker) -> None:
         """A new batch begins with the next mini-batch."""
 
-    def state(self, w: Worker) -> Saved | None:
-        """The history of L-BFGS, and how many steps the weights have taken."""
-        if w.rank != self.lead:
-            return None
-        pairs = self.coordinator.history.pairs
-        vectors = self.sharded.save([name for pair in pairs for name in (pair.s, pair.y)])
-        numbers = torch.tensor(pairs, dtype=torch.float64).reshape(len(pairs), 3)
-        return under("history", vectors) | {"pairs": numbers, "moves": torch.tensor(self.coordinator.moves)}
+    def declared_state(self, w: Worker) -> StateParts:
+        """The history of L-BFGS, numbers and vectors, and how many steps the weights have taken: all on the lead."""
+        return {
+            "pairs": CustomState("lead", self._pairs, self._load_pairs),
+            "history": CustomState("lead", lambda: self.sharded.save(self._in_history()), self._load_vectors),
+            "moves": CustomState("lead", lambda: {"": torch.tensor(self.coordinator.moves)}, self._load_moves),
+        }
 
-    def restore(self, w: Worker, saved: Saved) -> None:
-        """The lead restores the servers; of a longer history the newest pairs are kept."""
-        if w.rank != self.lead:
-            return
-        pairs = [Pair(int(number), sy, yy) for number, sy, yy in saved["pairs"].tolist()]
-        pairs = pairs[max(0, len(pairs) - self.history) :]
-        kept = {name for pair in pairs for name in (pair.s, pair.y)}
-        self.sharded.restore({n: x for n, x in section(saved, "history").items() if n.rpartition("/")[2] in kept})
-        self.coordinator.history.restore(pairs)
-        self.coordinator.moves = int(saved["moves"])
+    def _in_history(self) -> list[str]:
+        """The names of the vectors on the servers."""
+        return [name for pair in self.coordinator.history.pairs for name in (pair.s, pair.y)]
+
+    def _pairs(self) -> Saved:
+        pairs = self.coordinator.history.pairs
+        return {"": torch.tensor(pairs, dtype=torch.float64).reshape(len(pairs), 3)}
+
+    def _load_pairs(self, saved: Sequence[Saved]) -> None:
+        """Of a longer history the newest pairs are kept."""
+        pairs = [Pair(int(number), sy, yy) for number, sy, yy in saved[0][""].tolist()]
+        self.coordinator.history.restore(pairs[max(0, len(pairs) - self.history) :])
+
+    def _load_vectors(self, saved: Sequence[Saved]) -> None:
+        kept = self._in_history()
+        self.sharded.restore({name: x for name, x in saved[0].items() if name.rpartition("/")[2] in kept})
+
+    def _load_moves(self, saved: Sequence[Saved]) -> None:
+        self.coordinator.moves = int(saved[0][""])
 
 
 def _copy(batch: Batch) -> Fields:
