@@ -102,6 +102,16 @@ def test_files_and_classes_have_the_names_of_the_field():
     assert {name for path in ours for name in classes(path)} & FORMER_CLASSES == set()
 
 
+def test_tests_have_plain_names_too():
+    named = [
+        node.name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert [name for name in named if WORDS.search(name.replace("_", " "))] == []
+
+
 def test_no_two_classes_of_the_package_share_a_name():
     counts = Counter(name for path in PACKAGE.rglob("*.py") for name in classes(path))
     assert [name for name, count in counts.items() if count > 1] == []

@@ -35,7 +35,7 @@ def started(monkeypatch):
     assert pids and not any(map(alive, pids))
 
 
-def test_everybody_goes_first_and_follows_every_neighbour():
+def test_every_worker_goes_first_and_follows_every_neighbour():
     picture = ["abc", "bca", "cab", "cba", "acb", "bac", "abc"]
     assert ["".join(order(list("abc"), turn)) for turn in range(7)] == picture
 
@@ -104,7 +104,7 @@ def test_a_side_that_ends_badly_is_an_error(started):
         measure("m", [Side("x", sides.ends_badly)], steps=1, rounds=2)
 
 
-def test_ranks_are_told_to_stop_together(started, tmp_path, monkeypatch):
+def test_ranks_stop_together(started, tmp_path, monkeypatch):
     monkeypatch.setattr(_ranks, "END_DEADLINE", 60.0)
     measure("m", [Side("x", sides.needs_the_other, (str(tmp_path),))], steps=1, rounds=2)
 

@@ -142,7 +142,7 @@ def test_a_terminal_shows_a_table_that_fills(tmp_path):
     assert "waits" in text and "1 of 1 done" in text
 
 
-def test_a_row_counts_what_it_is_told():
+def test_a_row_counts_the_lines_it_gets():
     from manyhands.cli.live import Row
 
     row = Row("bsp", 2, Target("accuracy", 0.5), None)

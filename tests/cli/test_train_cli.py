@@ -92,7 +92,7 @@ def test_a_virtual_cluster_has_links_of_its_own(manyhands, tmp_path, virtual, fl
     assert refused(done, f"{flag} is {value}, but must be left out", "links of its own")
 
 
-def test_an_address_nobody_would_listen_on_is_refused(manyhands):
+def test_an_address_that_is_not_local_is_refused(manyhands):
     assert refused(manyhands("train", "ssp", "--bind", "127.0.0.1"), "bind is 127.0.0.1", "--link tcp")
 
 

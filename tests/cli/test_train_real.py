@@ -88,7 +88,7 @@ def test_options_reach_the_processes(manyhands, tmp_path):
     assert [line["step"] for line in map(json.loads, lines) if "loss" in line] == [9, 10], "only the rest was trained"
 
 
-def test_a_run_that_goes_on_without_a_worker_ends_with_0_and_names_it(mortal):
+def test_a_run_that_continues_without_a_worker_ends_with_0_and_names_it(mortal):
     done = mortal("ssp", "--lr", 0.01)
     assert done.returncode == 0, done.stderr
     lost = re.search(r"^  lost rank ([01]): (it was killed by SIGKILL)$", done.stdout, re.MULTILINE)

@@ -435,8 +435,8 @@ def test_the_default_credit_is_two():
 
 
 def send_within_credit(t):
-    lanes = [(1, A), (1, B), (2, A), (1, FIVE)]
-    for to, tag in lanes:
+    channels = [(1, A), (1, B), (2, A), (1, FIVE)]
+    for to, tag in channels:
         for key in range(tag.credit):
             t.send(to, tag.of(key), (key,), [numbers(key)])
     for to in (1, 2):
@@ -445,8 +445,8 @@ def send_within_credit(t):
 
 def read_last_first(t):
     recv(t, DONE)
-    lanes = [A, B, FIVE] if t.rank == 1 else [A]
-    return [recv(t, tag.of(key)).meta[0] for tag in lanes for key in range(tag.credit)]
+    channels = [A, B, FIVE] if t.rank == 1 else [A]
+    return [recv(t, tag.of(key)).meta[0] for tag in channels for key in range(tag.credit)]
 
 
 def test_every_receiver_and_tag_name_has_a_credit_of_its_own(world):
@@ -555,7 +555,7 @@ def wait_while_the_first_lies_there(t):
 
 
 @on_one_host_and_between
-def test_latest_reaches_whoever_waits_for_its_key(world, hosts):
+def test_latest_reaches_the_receiver_that_waits_for_its_key(world, hosts):
     got = world.run(2, by_rank(replace_what_has_arrived, wait_while_the_first_lies_there), hosts=hosts)[1]
     assert got == (A.of(2), (2,), [2.0], None)
 
@@ -695,7 +695,7 @@ def survive(t):
         send_on_demand(t)
 
 
-def test_any_reports_every_loss_once_per_activity_and_goes_on_working(world):
+def test_any_reports_every_loss_once_per_activity_and_then_continues(world):
     main, beside, peers = world.run(4, by_rank(hear_of_all, die_in_turn, die_in_turn, survive), deaths=(1, 2))[0]
     assert main == [1, 2, ("a",), None]
     assert beside == [1, 2, ("b",)]
@@ -788,7 +788,7 @@ def send_once_alone(t):
     t.send(0, A, (2,))
 
 
-def test_a_rank_that_waits_for_anyone_is_not_disturbed_by_one_that_leaves(world):
+def test_a_rank_that_waits_for_any_other_is_not_disturbed_by_one_that_leaves(world):
     assert world.run(3, by_rank(wait_for_anyone, leave_when_told, send_once_alone))[0] == (2,)
 
 
@@ -1173,7 +1173,7 @@ def lose_then_hear(t):
 
 
 @on_one_host_and_between
-def test_a_newcomer_knows_who_is_gone(world, hosts):
+def test_a_joining_worker_knows_who_is_gone(world, hosts):
     """Among processes it comes because rank 1 is lost; in virtual time it comes after that too."""
     program = by_rank(lose_then_hear, die, come_to_a_loss)
     first, second, third = world.run(2, program, hosts=hosts, deaths=(1,), newcomers=1)

@@ -451,7 +451,7 @@ def test_flat_weights_and_the_model_are_the_same_memory():
     assert torch.equal(flat.groups[0].weights, torch.cat([p.flatten() for p in before.values()]))
 
 
-def test_a_stretch_of_the_gradient_is_a_view():
+def test_a_span_of_the_gradient_is_a_view():
     flat = flat_of(mlp())
     flat.grad(Span(0, 11, 13)).fill_(5.0)
     assert gradients(flat)["0.weight"].flatten()[-1] == 5.0

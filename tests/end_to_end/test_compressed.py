@@ -73,7 +73,7 @@ def test_a_host_comes_as_one():
     near(run(mh.topk_sgd(fraction=1.0, by_host=True), steps=10, **hosts), run(mh.bsp(), steps=10), rtol=1e-4, atol=1e-5)
 
 
-def test_a_parameter_that_nobody_touches_any_more_still_gets_what_was_not_sent():
+def test_a_parameter_that_is_no_longer_touched_still_gets_what_was_not_sent():
     class Fading(torch.nn.Module):
         def __init__(self):
             super().__init__()

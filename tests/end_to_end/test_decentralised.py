@@ -186,7 +186,7 @@ def test_d_psgd_is_held_up_by_a_slow_worker(mix):
         assert sum(waits(slow, rank)) > 0.6 * slow.seconds, "step by step also those who are not its neighbours"
 
 
-def test_a_push_waits_for_nobody_and_an_answer_takes_two_journeys():
+def test_a_push_waits_for_no_rank_and_an_answer_takes_two_latencies():
     """Journeys of 20 steps: pushes of both workers are under way to each other all the time, and neither waits."""
     far = {"workers": 2, "latency": "20ms"}
     push, pull = (run(mh.gossip(lr=0.01, mode=mode), **far) for mode in ("push", "pull"))
@@ -241,7 +241,7 @@ def test_bytes_of_a_model_of_sizes_only_are_those_of_the_closed_form(strategy, m
 
 @every_mode
 @pytest.mark.parametrize("period", [1, 3])
-def test_a_gossip_that_goes_on_after_a_checkpoint_is_the_one_that_is_resumed(mode, period, tmp_path):
+def test_a_gossip_that_continues_after_a_checkpoint_is_the_one_that_is_resumed(mode, period, tmp_path):
     def go(folder, **resumed):
         strategy, saves = mh.gossip(rule=Sgd(0.05), mode=mode, period=period), {"out": folder, "checkpoint_every": 4}
         return mh.train(task(), strategy, cluster=mh.Cluster(workers=4), steps=9, seed=5, **saves, **resumed)

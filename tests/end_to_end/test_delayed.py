@@ -41,7 +41,7 @@ def run(method, place="apart", workers=1, steps=9, data=None, strategy=None, **t
 
 @METHOD
 @PLACE
-def test_a_lone_worker_that_is_resumed_equals_one_that_went_on(method, place, tmp_path):
+def test_a_lone_worker_that_is_resumed_equals_one_that_continued(method, place, tmp_path):
     whole = run(method, place, out=tmp_path, checkpoint_every=4)
     again = run(method, place, resume=tmp_path / "checkpoints" / "step-00000008")
     assert whole.weights_sha256 == again.weights_sha256
@@ -50,7 +50,7 @@ def test_a_lone_worker_that_is_resumed_equals_one_that_went_on(method, place, tm
 
 @METHOD
 @pytest.mark.parametrize("workers", [2, 5])
-def test_several_workers_go_on_from_what_was_saved_and_go_on_learning(method, workers, tmp_path):
+def test_several_workers_continue_from_what_was_saved_and_keep_learning(method, workers, tmp_path):
     data = task(samples=64, batch_size=8)
     first = run(method, "one host", workers=4, steps=20, data=data, out=tmp_path, checkpoint_every=20)
     start, steps = 4 * 20 // workers, 320 // workers

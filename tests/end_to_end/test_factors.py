@@ -179,7 +179,7 @@ class Sometimes(PeerModel):
         return mse_loss(self.two(self.extra(h) if Sometimes.used[-1] else h), y)
 
 
-def test_what_nobody_uses_in_a_step_rests():
+def test_what_is_not_used_in_a_step_does_not_change():
     """Momentum and decay move it in no such step, as in bsp."""
     Sometimes.used = []
     assert_as_bsp(Sometimes, [*BOTH, "extra.weight"], steps=12, workers=2)
@@ -431,7 +431,7 @@ class Warms(PeerModel):
 
 
 @pytest.mark.parametrize("where", [{}, {"hosts": 1}, {"jitter": 0.5}], ids=str)
-def test_it_is_noticed_in_the_step_in_which_it_comes_and_everyone_agrees(where, caplog):
+def test_it_is_noticed_in_the_step_in_which_it_comes_and_all_agree(where, caplog):
     Warms.pending_ranks = []
     with caplog.at_level(logging.INFO, "manyhands"):
         result = train(Warms, **where)
@@ -536,7 +536,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(model, rule, tmp_path):
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 3), (3, 1)])
-def test_other_numbers_of_workers_can_go_on_from_it(before, after, tmp_path):
+def test_other_numbers_of_workers_can_continue_from_it(before, after, tmp_path):
     found = []
     for strategy, folder in ((Factors(RULE), "factors"), (AllReduce(RULE), "dense")):
         saving = {"out": tmp_path / folder, "checkpoint_every": 4}

@@ -45,7 +45,7 @@ def run(method, place="apart", faults=(), data=None, steps=STEPS, **cluster):
 @LOST
 @VICTIM
 @pytest.mark.parametrize("method", STOPPING)
-def test_a_method_in_which_everyone_is_needed_ends_and_names_the_lost_worker(method, rank, kind):
+def test_a_method_in_which_all_are_needed_ends_and_names_the_lost_worker(method, rank, kind):
     fault = kind(rank, run(method).seconds / 4)
     with pytest.raises(mh.PeerLost) as caught:
         run(method, faults=[fault])
@@ -65,7 +65,7 @@ def test_a_bulk_method_ends_wherever_its_shards_are(place, rank):
 @LOST
 @VICTIM
 @pytest.mark.parametrize(("method", "place"), GOING_ON)
-def test_an_asynchronous_method_goes_on_without_the_lost_worker(method, place, rank, kind):
+def test_an_asynchronous_method_continues_without_the_lost_worker(method, place, rank, kind):
     fault = kind(rank, run(method, place).seconds / 4)
     result = run(method, place, faults=[fault])
     assert result.lost == [(rank, fault.why)]
@@ -149,7 +149,7 @@ def test_a_worker_that_keeps_no_shard_is_not_missed_even_without_servers():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_slow_worker_makes_the_run_longer_and_loses_nobody(method):
+def test_a_slow_worker_makes_the_run_longer_and_loses_no_rank(method):
     busy = task(work=1e7)
     usual = run(method, data=busy)
     slow = run(method, data=busy, faults=[mh.Slow([1], 8, at=usual.seconds / 4)])
@@ -158,7 +158,7 @@ def test_a_slow_worker_makes_the_run_longer_and_loses_nobody(method):
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in ONE_HOST])
-def test_a_slow_link_makes_the_run_longer_and_loses_nobody(method):
+def test_a_slow_link_makes_the_run_longer_and_loses_no_rank(method):
     usual = run(method)
     slow = run(method, faults=[mh.SlowLink(1, usual.seconds / 4, factor=8)])
     assert slow.lost == [] and slow.samples == usual.samples

@@ -36,7 +36,7 @@ def steps_by_rank(result):
 
 
 @pytest.mark.parametrize(("method", "place"), WHERE)
-def test_a_newcomer_takes_part_from_then_on(method, place):
+def test_a_joining_worker_takes_part_from_then_on(method, place):
     few = mh.Cluster(workers=3, **PLACES[place])
     alone = mh.train(counting(), METHODS[method](lr=0.01), cluster=few, steps=20)
     more = mh.Cluster(workers=3, newcomers=[alone.seconds / 3], **PLACES[place])
@@ -62,7 +62,7 @@ def test_no_update_is_lost_or_counted_twice_whenever_it_comes(place):
     assert took_part > 40
 
 
-def test_it_begins_at_the_slowest_clock_and_nobody_waits_for_it_to_catch_up():
+def test_it_begins_at_the_slowest_clock_and_no_worker_waits_for_it():
     """From clock 0 it would hold up everyone for as many steps as they have taken."""
     cluster = mh.Cluster(workers=2, hosts=1, newcomers=["50ms"])
     result = mh.train(counting(), mh.ssp(lr=1.0, staleness=1), cluster=cluster, steps=100)
@@ -82,7 +82,7 @@ def test_who_comes_too_late_changes_nothing(place):
 
 
 @pytest.mark.parametrize("place", ["servers", "one host"])
-def test_a_newcomer_may_die_at_any_moment(place):
+def test_a_joining_worker_may_die_at_any_moment(place):
     alone = mh.train(counting(), mh.ssp(lr=1.0), cluster=mh.Cluster(workers=2, **PLACES[place]), steps=12)
     comes = alone.seconds / 4
     for part in range(25, 105, 4):
@@ -115,7 +115,7 @@ def test_several_may_come_and_the_first_of_all_may_go():
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("method", ["ssp", "easgd"])
-def test_checkpoints_are_taken_with_whoever_is_there(method, place, tmp_path):
+def test_checkpoints_are_taken_with_the_workers_that_are_present(method, place, tmp_path):
     strategy = mh.ssp(lr=1.0) if method == "ssp" else mh.easgd(lr=0.01, asynchronous=True)
     alone = mh.train(counting(), strategy, cluster=mh.Cluster(workers=2, **PLACES[place]), steps=12)
     for part in range(0, 100, 10):
@@ -128,7 +128,7 @@ def test_checkpoints_are_taken_with_whoever_is_there(method, place, tmp_path):
             assert mh.load_checkpoint(out / "checkpoints").weights["w"].tolist() == [24.0] * 4
 
 
-def test_a_run_to_which_somebody_came_can_be_resumed(tmp_path):
+def test_a_run_that_a_worker_joined_can_be_resumed(tmp_path):
     cluster = mh.Cluster(workers=2, hosts=1, newcomers=["5ms"])
     mh.train(counting(), mh.ssp(lr=1.0), cluster=cluster, steps=12, out=tmp_path, checkpoint_every=6)
     again = mh.Cluster(workers=2, hosts=1, newcomers=["5ms"])
@@ -136,7 +136,7 @@ def test_a_run_to_which_somebody_came_can_be_resumed(tmp_path):
     assert result.weights["w"].tolist() == [48.0] * 4
 
 
-def test_a_newcomer_learns_as_the_others_do():
+def test_a_joining_worker_learns_as_the_others_do():
     cluster = mh.Cluster(workers=3, newcomers=["20ms"])
     for strategy in (mh.ssp(), mh.easgd(asynchronous=True)):
         result = mh.train("digits", strategy, cluster=cluster, epochs=20)
@@ -145,7 +145,7 @@ def test_a_newcomer_learns_as_the_others_do():
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in WELCOMING])
-def test_elsewhere_nobody_may_come_later(name):
+def test_other_methods_take_no_joining_worker(name):
     with pytest.raises(
         mh.Refused, match="the number of joining workers is 1, but must be 0: no worker can join a run of"
     ):

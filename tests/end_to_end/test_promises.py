@@ -84,7 +84,7 @@ def test_a_peer_answers_while_its_own_gradient_is_being_computed():
 
 
 @pytest.mark.parametrize("graph", ["ring", "complete"])
-def test_nobody_waits_for_a_slow_peer(graph):
+def test_no_worker_waits_for_a_slow_peer(graph):
     cluster = mh.Cluster(workers=6, cores=2, stragglers=mh.Slow([2], 20))
     result = mh.train(task(work=MILLISECOND), mh.ad_psgd(lr=0.01, graph=graph), cluster=cluster, steps=30)
     for rank in {0, 1, 3, 4, 5}:
@@ -267,7 +267,7 @@ def test_asynchronous_workers_use_up_one_budget_together(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_per_worker_everyone_takes_as_many_steps(method):
+def test_per_worker_each_takes_as_many_steps(method):
     cluster = mh.Cluster(workers=4, speeds=[1, 2, 4, 8])
     result = mh.train(task(work=MILLISECOND), METHODS[method](lr=0.005), cluster=cluster, steps=7, per_worker=True)
     assert steps_by_rank(result) == [7] * 4

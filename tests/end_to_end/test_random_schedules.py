@@ -69,7 +69,7 @@ def told(outcome):
 
 
 def test_every_method_that_divides_data_has_its_random_knobs():
-    """But for those that send less than they have: what is lost there is seen in tests/topology/test_sums.py."""
+    """Except for those that send less than they have: tests/collectives/test_compressed_sums.py counts their losses."""
     assert set(METHODS) == {*catalog.__all__} - {*catalog.pipelines.__all__} - {*catalog.compressed.__all__}
 
 

@@ -81,7 +81,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(method, rule, tmp_path):
 
 
 @pytest.mark.parametrize("method", EXACT)
-def test_a_killed_run_goes_on_from_its_last_checkpoint(method, tmp_path):
+def test_a_killed_run_continues_from_its_last_checkpoint(method, tmp_path):
     never = run(method)
     run(method, train=saving(tmp_path))
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000009")
@@ -120,7 +120,7 @@ def test_a_rule_that_needs_whole_tensors_resumes_too(tmp_path):
     assert_same(never, run("bsp_server", rule=adafactor(), servers=3, train=going_on(tmp_path)))
 
 
-def test_a_schedule_of_the_learning_rate_goes_on_where_it_was(tmp_path):
+def test_a_schedule_of_the_learning_rate_continues_where_it_was(tmp_path):
     def fading():
         return Momentum(lambda samples: 0.05 / (1 + samples / 64))
 
@@ -206,7 +206,7 @@ def test_nor_is_anything_else_that_what_is_sent_depends_on(method, tmp_path):
 
 
 @pytest.mark.parametrize("method", LOOSE)
-def test_every_method_resumes_and_goes_on_learning(method, tmp_path):
+def test_every_method_resumes_and_keeps_learning(method, tmp_path):
     data = task(samples=64, batch_size=8)
     run(method, steps=20, rule="sgd", data=data, train={"out": tmp_path, "checkpoint_every": 20})
     saved = load_checkpoint(tmp_path / "checkpoints")
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_ssp_holds_every_update(tmp_path):
     assert int(saved.state["rule/:samples"]) == 4 * 4 * 4
 
 
-def test_a_checkpoint_waits_for_gradients_that_are_still_on_their_way(tmp_path):
+def test_a_checkpoint_waits_for_gradients_that_are_in_flight(tmp_path):
     """On a slow link small words overtake a large gradient, so the lead asks before it has arrived."""
     large = task(model=lambda: nn.Sequential(nn.Linear(4, 9000), nn.Linear(9000, 2)))
     cluster = mh.Cluster(workers=3, servers=1, bandwidth="10Mbit", faults=[mh.SlowLink(2, factor=20)])
@@ -262,7 +262,7 @@ def test_after_a_checkpoint_all_clients_begin_at_the_same_weights(tmp_path):
     assert all(torch.equal(x, saved[name]) for weights in seen.values() for name, x in weights.items())
 
 
-def test_random_choices_go_on_alike_whether_resumed_or_not(tmp_path):
+def test_random_choices_continue_alike_whether_resumed_or_not(tmp_path):
     went_on, was_resumed = {}, {}
     whole = watched(mh.ad_psgd(), lambda _, w: went_on.setdefault(w.rank, w.random.getstate()), "resume")
     again = watched(mh.ad_psgd(), lambda _, w: was_resumed.setdefault(w.rank, w.random.getstate()))
@@ -328,7 +328,7 @@ def test_old_workers_get_their_own_weights_back_and_new_ones_begin_at_the_answer
     assert not torch.equal(xs[0], xs[1]), "workers differ, or this test would say little"
 
 
-def test_steps_and_data_go_on_where_each_worker_was(tmp_path):
+def test_steps_and_data_continue_where_each_worker_was(tmp_path):
     cluster = mh.Cluster(workers=2, speeds=[1, 3])
     data = task(work=1e7)
     mh.train(data, mh.downpour(lr=0.01), cluster=cluster, steps=8, out=tmp_path, checkpoint_every=8)
@@ -344,7 +344,7 @@ def test_steps_and_data_go_on_where_each_worker_was(tmp_path):
 
 @pytest.mark.parametrize("workers", [2, 3, 6])
 @pytest.mark.parametrize("method", METHODS)
-def test_another_number_of_workers_goes_on_from_the_samples_consumed(method, workers, tmp_path):
+def test_another_number_of_workers_continues_from_the_samples_consumed(method, workers, tmp_path):
     workers = min(workers, 4) if method in ("gpipe", "pipedream") else workers
     run(method, steps=6, train=saving(tmp_path))
     result = run(method, steps=15, workers=workers, train=going_on(tmp_path))
@@ -355,14 +355,14 @@ def test_another_number_of_workers_goes_on_from_the_samples_consumed(method, wor
     assert load_checkpoint(tmp_path / "checkpoints").facts["workers"] == workers
 
 
-def test_another_batch_size_goes_on_from_the_samples_consumed(tmp_path):
+def test_another_batch_size_continues_from_the_samples_consumed(tmp_path):
     run("bsp", steps=EVERY, train=saving(tmp_path))
     result = run("bsp", steps=10, train={"resume": tmp_path, "batch_size": 4})
     assert {line["step"] for line in steps_of(result)} == {9, 10} and result.samples == 2 * 4 * 4
 
 
 @pytest.mark.parametrize("method", SERVED)
-def test_another_number_of_servers_goes_on(method, tmp_path):
+def test_another_number_of_servers_continues(method, tmp_path):
     run(method, steps=4, servers=3, train=saving(tmp_path))
     for servers in (1, 2, 0):
         result = run(method, servers=servers, train={"resume": at_eight(tmp_path).with_name("step-00000004")})
@@ -532,7 +532,7 @@ def test_no_loss_at_any_moment_makes_a_run_with_checkpoints_hang(method, place, 
     assert lost, "some of these must have hurt"
 
 
-def test_who_resumes_after_a_loss_gives_everyone_the_same_place(tmp_path):
+def test_a_run_resumed_after_a_loss_gives_all_the_same_position(tmp_path):
     data = task(work=1e7)
     usual = mh.train(data, mh.ad_psgd(lr=0.01), steps=8)
     dying = mh.Cluster(workers=4, faults=[mh.Die(2, usual.seconds / 3)])

@@ -105,7 +105,7 @@ def test_a_worker_that_is_five_times_slower_is_not_lost(name, link, tmp_path):
 
 
 @on_every_link(NEEDS_ALL)
-def test_a_method_that_needs_everyone_ends_and_can_be_resumed(name, link, tmp_path, caplog):
+def test_a_method_that_needs_all_workers_ends_and_can_be_resumed(name, link, tmp_path, caplog):
     strategy = EVERY[name]()
     steps, place = steps_of(strategy, 2), keepers_apart(strategy, 2, link)
     strike, every = Strike(kill, tmp_path, step=steps // 4), steps // 5
@@ -154,7 +154,7 @@ def test_the_others_do_what_the_lost_worker_cannot(name, link, tmp_path):
 
 
 @on_every_link()
-def test_a_stopped_run_goes_on_with_as_many_or_with_others(name, link, tmp_path):
+def test_a_stopped_run_continues_with_as_many_or_with_others(name, link, tmp_path):
     strategy = EVERY[name]()
     steps = steps_of(strategy, 2)
     late = steps // 2 + 5 if repeats(strategy) else steps // 4

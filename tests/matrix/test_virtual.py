@@ -53,7 +53,7 @@ def test_four_workers_learn_with_another_seed(name):
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if welcomes(EVERY[name]())])
-def test_a_newcomer_learns_with_the_others(name):
+def test_a_joining_worker_learns_with_the_others(name):
     """The eighth comes after a quarter of the time that seven would take."""
     strategy = EVERY[name]()
     alone = trained(name, workers=7)

@@ -96,7 +96,7 @@ def test_known_mistakes_have_other_numbers(updates):
 
 @WHERE
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_nobody_in_between_makes_it_an_ordinary_step(where, adaptive, updates):
+def test_without_other_updates_in_between_it_is_an_ordinary_step(where, adaptive, updates):
     alone = [1, 1, 1]
     strong = mh.dc_asgd(lr=0.1, strength=50.0, adaptive=adaptive)
     assert updates(strong, where, alone) == updates(asgd(), where, alone) == close(0.6, 1.08, 1.464)
@@ -173,7 +173,7 @@ def test_adag_damps_what_others_have_moved(where, updates):
 
 
 @WHERE
-def test_adag_is_agn_if_nobody_came_in_between_or_gamma_is_unbounded(where, updates):
+def test_adag_is_agn_without_staleness_or_if_gamma_is_unbounded(where, updates):
     unbounded, agn = mh.adag(lr=0.1, period=2, gamma=math.inf), mh.agn(lr=0.1, period=2)
     assert updates(unbounded, where, TWO_AND_TWO) == updates(agn, where, TWO_AND_TWO)
     alone = [1, 1, 1, 1]

@@ -145,7 +145,7 @@ def test_without_steps_mixing_ends_in_the_mean_of_the_beginning(digits64, graph)
     assert all(torch.allclose(x, mean, rtol=0, atol=1e-9) for x in xs)
 
 
-def test_where_everyone_knows_everyone_equal_workers_stay_equal_only_with_equal_gradients():
+def test_in_a_complete_graph_equal_workers_stay_equal_only_with_equal_gradients():
     same, other = parabolas(*[(1, 1)] * 4), parabolas((1, 1), (2, 3), (1, 2), (3, 1))
     for task, equal in ((same, True), (other, False)):
         strategy = mh.d_psgd(lr=LR, graph="complete")
@@ -183,7 +183,7 @@ def test_the_mean_of_the_others_is_kept_without_the_lost(graph, dead):
     assert max(numbers(xs)) - min(numbers(xs)) < max(left) - min(left)
 
 
-def test_pieces_that_only_the_lost_connected_go_on_apart():
+def test_parts_that_only_the_lost_connected_continue_separately():
     strategy = starting_at(mh.d_psgd(rule=STILL), 1, 2, 6, 4)
     xs, result = ends(idle(4), strategy, cluster=mh.Cluster(workers=4, faults=lost(0, 2)), steps=5)
     assert numbers(xs) == [2, 4]
@@ -315,7 +315,7 @@ def test_exchanges_come_every_period():
         assert (abs(one - other) < 1e-12) == (steps % 3 == 0), steps
 
 
-def test_everyone_but_oneself_is_chosen_equally_often():
+def test_all_others_are_chosen_equally_often():
     class Draws:
         def __init__(self, number):
             self.number = number
@@ -341,7 +341,7 @@ def test_peers_are_drawn_as_from_a_list_of_all_others(seed):
 
 
 @every_mode
-def test_nobody_meets_itself_and_everybody_is_met(digits64, mode):
+def test_no_worker_is_its_own_peer_and_all_are_chosen(digits64, mode):
     met = Counter()
 
     class Watched(type(mh.gossip())):

@@ -105,7 +105,7 @@ class Slope(nn.Module):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_every_gradient_counts_once_however_many_workers_go_on(workers, tmp_path):
+def test_every_gradient_counts_once_however_many_workers_continue(workers, tmp_path):
     """Two workers are saved within a large mini-batch; the mean of gradients that are all 1 must be 1."""
     task = mh.Task(Slope, TensorDataset(torch.ones(12, dtype=torch.float64)), batch_size=1)
     strategy = GrowingBatch(Sgd(0.1), 4, (0.01,), most=4)

@@ -158,7 +158,7 @@ class Recomputed(Ratings):
             return super().forward(user, item)
 
 
-def test_nobody_waits_for_rows_inside_a_checkpoint_in_virtual_time():
+def test_no_rank_waits_for_rows_inside_a_checkpoint_in_virtual_time():
     with pytest.raises(MayNotWait, match=r"may not wait for rows from rank \d inside hooks of saved tensors"):
         train(mh.hybrid(threshold=ALL_SPARSE), task=ratings(Recomputed))
 

@@ -355,6 +355,6 @@ def test_what_makes_no_sense_is_refused(make, says):
         make()
 
 
-def test_nobody_knows_how_long_a_loop_of_ones_own_is():
+def test_the_length_of_an_own_loop_is_unknown():
     assert mh.diloco().rounds.length_in(0) == 500
     assert mh.simuparallel().rounds.length_in(0) == math.inf

@@ -163,7 +163,7 @@ def dropping():
 
 @pytest.mark.parametrize("speeds", [[1, 1, 1, 0.05], [9, 1, 2, 0.3], [0.1, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("task", [noisy, dropping])
-def test_whoever_computes_a_portion_and_whichever_copy_wins_the_bits_are_the_same(task, speeds):
+def test_the_bits_do_not_depend_on_which_replica_computes_a_portion(task, speeds):
     """Slow ones make others take their portions, and copies of what they have."""
     orders = []
 
@@ -326,7 +326,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(place, task, tmp_path):
     assert on.weights_sha256 == odd.weights_sha256 != never.weights_sha256
 
 
-def test_the_history_goes_on_with_other_keepers_and_may_become_shorter(tmp_path):
+def test_the_history_continues_with_other_servers_and_may_become_shorter(tmp_path):
     knobs = {"batches": 2, "iterations": 2}
     run = {"seed": 5, "checkpoint_every": 8}
     never = mh.train(noisy(), Sandblaster(**knobs), steps=14, seed=5, cluster=mh.Cluster(workers=4))

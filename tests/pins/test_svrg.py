@@ -79,7 +79,7 @@ def test_without_a_rate_nothing_moves():
     assert result.weights["w"].item() == 0
 
 
-def test_mu_is_complete_and_the_same_for_all_before_anybody_moves():
+def test_mu_is_complete_and_the_same_for_all_before_any_worker_moves():
     task, seen, moved = noisy(), {}, []
 
     def look(s, w):
@@ -127,7 +127,7 @@ def test_what_no_mini_batch_touches_is_left_alone():
 
 
 @pytest.mark.parametrize("every", [3, 8, 11, 24, 25])
-def test_a_lone_worker_goes_on_in_the_middle_of_an_epoch(every, tmp_path):
+def test_a_lone_worker_continues_in_the_middle_of_an_epoch(every, tmp_path):
     task, settings = noisy(), {"cluster": mh.Cluster(workers=1), "checkpoint_every": every}
     never = mh.train(task, mh.asysvrg(lr=LR), cluster=mh.Cluster(workers=1), steps=60)
     mh.train(task, mh.asysvrg(lr=LR), steps=every, out=tmp_path, **settings)

@@ -205,7 +205,7 @@ def straggling(strategy, task):
     return Counter(line["rank"] for line in result.records if "loss" in line), result
 
 
-def test_a_straggler_holds_up_everyone_only_in_bulk(digits64):
+def test_a_straggler_holds_up_all_workers_only_in_bulk(digits64):
     taken, slow = straggling(mh.hierarchical_server(), digits64)
     assert set(taken.values()) == {12}
     calm = mh.train(digits64, mh.hierarchical_server(), cluster=mh.Cluster(workers=4, servers=1), steps=12)
@@ -218,7 +218,7 @@ def test_a_straggler_holds_up_its_group_in_ssp(digits64):
     assert 2 <= taken[2] - taken[0] <= 4
 
 
-def test_a_straggler_holds_up_nobody_in_downpour(digits64):
+def test_a_straggler_holds_up_no_worker_in_downpour(digits64):
     taken, _ = straggling(mh.downpour(rule=Sgd(0.02), groups=2), digits64)
     assert taken[0] > 2 * taken[1] and taken[2] > 2 * taken[1]
 
@@ -249,7 +249,7 @@ def test_a_lost_child_is_dropped_from_its_group(method, rank, digits64):
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("method", TOLERANT)
-def test_a_worker_with_a_relay_ends_the_run(method, rank, digits64):
+def test_a_worker_with_an_aggregator_ends_the_run(method, rank, digits64):
     with pytest.raises(mh.PeerLost, match=f"rank {rank} is lost: it died"):
         dying(TOLERANT[method], digits64, rank, "two servers")
 
@@ -286,7 +286,7 @@ def test_a_resumed_tree_equals_one_that_never_stopped(where, codec, digits64, tm
 
 
 @pytest.mark.parametrize("method", TOLERANT)
-def test_others_go_on_from_a_checkpoint_with_a_tree_or_without(method, digits64, tmp_path):
+def test_others_continue_from_a_checkpoint_with_a_tree_or_without(method, digits64, tmp_path):
     knobs = {"cluster": uneven(5, "two servers"), "seed": 5}
     mh.train(digits64, TOLERANT[method](), steps=6, out=tmp_path, checkpoint_every=3, **knobs)
     for groups in (0, 2, 3):

@@ -48,7 +48,7 @@ FAULTS = pytest.mark.parametrize(("act", "why"), [(kill, KILLED), (stop, STOPPED
     ("method", "link"),
     [(mh.bsp, "shm"), (mh.bsp, "tcp"), pytest.param(mh.gpipe, "shm", marks=pytest.mark.soak), (mh.pipedream, "tcp")],
 )
-def test_a_method_that_needs_everyone_stops_at_once(method, link, act, why, tmp_path, caplog, quickly):
+def test_a_method_that_needs_all_workers_stops_at_once(method, link, act, why, tmp_path, caplog, quickly):
     strike = Strike(act, tmp_path)
     with pytest.raises(mh.PeerLost, match=f"^rank 1 is lost: {why.replace('(', '.').replace(')', '.')}$"):
         mh.train(small(), struck(method(lr=0.01), strike), workers=2, link=link, steps=MANY)
@@ -91,7 +91,7 @@ def test_the_others_do_what_the_lost_worker_cannot(method, act, why, tmp_path, q
     assert result.test_accuracy >= 0.93
 
 
-def test_with_two_keepers_for_every_shard_a_lost_server_is_not_missed(quickly):
+def test_with_two_servers_for_every_shard_a_lost_server_does_not_matter(quickly):
     strategy = with_mortal_server(mh.ssp(lr=0.05, replicas=2), rank=3, pushes=40)
     result = mh.train(small(), strategy, workers=2, servers=2, steps=100)
     losses = [line["loss"] for line in result.records if "loss" in line]
@@ -111,7 +111,7 @@ def test_nor_does_it_change_a_bit_of_a_bulk_run(link, quickly):
 
 
 @FAULTS
-def test_in_lock_step_the_others_go_on_without_a_neighbour(act, why, tmp_path, quickly):
+def test_in_lock_step_the_others_continue_without_a_neighbour(act, why, tmp_path, quickly):
     strike = Strike(act, tmp_path)
     result = mh.train("digits", struck(mh.d_psgd(), strike), workers=3, epochs=20)
     assert result.lost == [(1, why)]
@@ -147,7 +147,7 @@ def test_an_error_in_a_model_is_shown_once(act, text, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("method", [mh.bsp, mh.ssp])
-def test_a_loss_that_is_no_number_stops_everyone(method, tmp_path, quickly):
+def test_a_loss_that_is_no_number_stops_all_ranks(method, tmp_path, quickly):
     strike = Strike(no_number, tmp_path)
     with pytest.raises(mh.Diverged, match="the loss is nan on rank 1 at step 5") as caught:
         mh.train(small(), struck(method(lr=0.01), strike), workers=2, out=tmp_path, steps=MANY)
@@ -155,7 +155,7 @@ def test_a_loss_that_is_no_number_stops_everyone(method, tmp_path, quickly):
     assert_within(LIMIT, strike.seconds_ago())
 
 
-def test_it_is_an_error_for_whoever_launched_and_for_nobody_else(tmp_path, capfd):
+def test_it_is_an_error_in_the_launcher_and_nowhere_else(tmp_path, capfd):
     with pytest.raises(mh.Diverged):
         mh.train(small(), struck(mh.bsp(lr=0.01), Strike(no_number, tmp_path)), workers=2, steps=MANY)
     assert capfd.readouterr() == ("", "")

@@ -116,7 +116,7 @@ def killed(program):
 
 
 @pytest.mark.parametrize("link", ["shm", "tcp"])
-def test_ranks_end_with_whoever_launched_them(link, tmp_path, start):
+def test_ranks_end_with_their_launcher(link, tmp_path, start):
     program = start(*TRAIN, "--link", link, "--out", tmp_path)
     until(lambda: trains(tmp_path))
     killed(program)

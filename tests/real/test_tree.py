@@ -22,14 +22,14 @@ def test_downpour_in_two_groups_learns_the_digits(quickly):
     assert (result.world, result.lost) == ("real", [])
 
 
-def test_a_group_goes_on_without_a_child(tmp_path, quickly):
+def test_a_group_continues_without_a_child(tmp_path, quickly):
     strike = Strike(kill, tmp_path)
     result = mh.train("digits", struck(mh.downpour(groups=2), strike), workers=4, servers=1, epochs=15)
     assert result.lost == [(1, "it was killed by SIGKILL")]
     assert result.test_accuracy >= 0.9
 
 
-def test_a_relay_is_missed(tmp_path, quickly):
+def test_an_aggregator_is_missed(tmp_path, quickly):
     strike = Strike(kill, tmp_path, rank=2)
     with pytest.raises(mh.PeerLost, match=r"^rank 2 is lost: it was killed by SIGKILL$"):
         mh.train("digits", struck(mh.downpour(groups=2), strike), workers=4, servers=1)

@@ -56,7 +56,7 @@ def test_one_seed_of_each_method_is_bold():
     assert {trace["line"]["color"] for trace in data if trace["name"] == "bsp"} == {data[0]["line"]["color"]}
 
 
-def test_the_front_is_what_nobody_beats():
+def test_the_front_is_what_no_method_beats():
     points = [(1, 5), (2, 3), (3, 4), (4, 1), (2, 3)]
     assert front(points) == [True, True, False, True, True]
 

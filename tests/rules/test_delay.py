@@ -100,7 +100,7 @@ def test_cut_is_bit_equal_to_uncut(link, dtype):
 
 
 @LINK
-def test_blocks_and_copies_on_the_way_do_not_change_an_update(link, monkeypatch):
+def test_blocks_and_copies_do_not_change_an_update(link, monkeypatch):
     """The weights may be copied into what was seen, block by block, as soon as each block has been read."""
     ends = []
     for nbytes in (2**20, 256):

@@ -100,7 +100,7 @@ def test_inside_a_host_there_is_no_tcp_socket_at_all():
     assert start(talk_and_look, link="shm") == [([], [])] * 3
 
 
-def test_a_rank_listens_on_the_address_it_is_told():
+def test_a_rank_listens_on_the_given_address():
     for found, every in start(talk_and_look, bind="127.0.0.7"):
         assert found == ["127.0.0.7"]
         assert set(every) <= {"127.0.0.7", "127.0.0.1"}
@@ -110,7 +110,7 @@ def look_at_launcher(pid, t):
     return listening(pid)
 
 
-def test_whoever_launches_listens_to_no_network():
+def test_a_launcher_listens_to_no_network():
     before = listening()
     assert start(partial(look_at_launcher, os.getpid()), workers=1) == [before]
 
@@ -355,7 +355,7 @@ def by_rank(programs, t):
 
 
 @pytest.mark.parametrize("offence", OFFENCES)
-def test_a_member_that_sends_garbage_is_lost_to_whom_it_sent_it_and_to_nobody_else(offence):
+def test_a_rank_that_sends_garbage_is_lost_to_its_receiver_and_to_no_other_rank(offence):
     says = OFFENCES[offence][1]
     first, second, third = start(partial(by_rank, (be_offended, partial(offend, offence), go_between)))
     lost, why, answer, peers, lines = first

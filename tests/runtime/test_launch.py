@@ -174,18 +174,18 @@ def test_an_error_of_ours_is_raised_as_it_was_without_any_trace(tmp_path):
     assert (tmp_path / "errors").read_text() == ""
 
 
-def test_a_failure_is_told_even_if_the_program_has_come_to_its_end():
+def test_a_failure_is_reported_even_if_the_program_has_come_to_its_end():
     with pytest.raises(Diverged, match="step 7"):
         start(leaves_while_a_thread_fails, workers=1)
 
 
-def test_a_lost_rank_is_an_event_and_the_others_go_on():
+def test_a_lost_rank_is_an_event_and_the_others_continue():
     launched = start(is_killed)
     assert launched.lost == [(1, "it was killed by SIGKILL")]
     assert [list(map(tuple, launched.results[0])), launched.results[1]] == [launched.lost, None]
 
 
-def test_a_program_that_cannot_go_on_without_it_raises_the_loss():
+def test_a_program_that_cannot_continue_without_it_raises_the_loss():
     with pytest.raises(PeerLost, match="rank 1 is lost: it was killed by SIGKILL"):
         start(needs_everyone)
 
@@ -212,7 +212,7 @@ def test_a_result_that_never_comes_is_missed():
         start(dies_after_leaving)
 
 
-def test_a_launch_that_fails_half_way_leaves_nobody(monkeypatch):
+def test_a_launch_that_fails_half_way_leaves_no_process(monkeypatch):
     begin, started = multiprocessing.context.ForkServerProcess.start, []
 
     def third_fails(process):
@@ -288,7 +288,7 @@ def launcher(tmp_path):
         process.communicate()
 
 
-def test_an_interrupt_ends_everyone_within_two_seconds(launcher):
+def test_an_interrupt_ends_all_ranks_within_two_seconds(launcher):
     process, ranks = launcher("forkserver")
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
@@ -304,7 +304,7 @@ def test_sigterm_lets_the_run_end_at_the_next_good_moment(launcher):
     assert process.wait() == 0
 
 
-def test_ranks_die_with_whoever_launched_them(launcher):
+def test_ranks_die_with_their_launcher(launcher):
     process, ranks = launcher("spawn")
     process.kill()
     process.wait()
@@ -314,7 +314,7 @@ def test_ranks_die_with_whoever_launched_them(launcher):
     assert not any(map(is_there, ranks))
 
 
-def test_whoever_launches_needs_no_torch():
+def test_a_launcher_needs_no_torch():
     code = "import sys, manyhands.runtime.launch.launch, manyhands.cli.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -363,7 +363,7 @@ def test_so_is_that_of_a_failure_after_the_run(script):
     assert code == 5 and said == ["rank 1 failed after it had left: exit code 5"]
 
 
-def test_and_that_of_whoever_reports_a_failure(script):
+def test_and_that_of_a_rank_that_reports_a_failure(script):
     text = """
 join()
 if spec.rank == 1:
@@ -389,7 +389,7 @@ def test_errors_of_ours_have_their_codes(script, error, code):
     assert ended == code and len(said) == 1
 
 
-def test_a_lost_rank_is_listed_and_the_run_goes_on(script):
+def test_a_lost_rank_is_listed_and_the_run_continues(script):
     text = "join(); os.kill(os.getpid(), signal.SIGKILL) if spec.rank else receive('lost'); channel.send('left')"
     assert script(FAKE_RANK + text) == (0, ["rank 1 is lost: it was killed by SIGKILL"])
 
@@ -405,7 +405,7 @@ sys.exit(1)
     assert script(FAKE_RANK + text) == (3, ["rank 1 is lost: it was killed by SIGKILL"])
 
 
-def test_whoever_waits_for_one_that_ends_is_told(script):
+def test_a_rank_that_waits_for_one_that_ends_gets_an_error(script):
     text = "if spec.rank == 0: hello(); receive('abort'); sys.exit(1)"
     assert script(FAKE_RANK + text) == (3, ["rank 1 is lost: it ended without joining"])
 
@@ -473,7 +473,7 @@ else:
 """
 
 
-def test_a_process_that_joins_twice_is_told_so(tmp_path):
+def test_a_process_that_joins_twice_is_refused(tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(JOINS_TWICE)
     assert run_script(str(script), [], workers=2) == 0

@@ -86,7 +86,7 @@ def ends(processes):
     return [process.communicate(timeout=100)[0].strip() for process in processes]
 
 
-def test_ranks_of_one_host_meet_and_listen_to_nobody_else(ranks):
+def test_ranks_of_one_host_connect_and_listen_to_no_other(ranks):
     looks = """
 t = joined()
 listening = [line.split()[1] for line in open("/proc/net/tcp") if line.split()[3] == "0A"]

@@ -183,7 +183,7 @@ def test_a_long_introduction_is_refused_before_it_is_read(pair, length):
     assert accepting.reason() == f"its introduction has {length} bytes, but must have at most 1024"
 
 
-def test_whoever_hangs_up_half_way_is_a_stranger_wherever_it_was():
+def test_a_connection_that_ends_half_way_is_a_stranger():
     whole = NONCE + 2 + 1 + PROOF
     for end in [0, 1, NONCE - 1, NONCE, NONCE + 1, NONCE + 2, NONCE + 3, whole - 1]:
         ours, theirs = socket.socketpair()
@@ -219,7 +219,7 @@ def test_silence_is_not_waited_for(pair, monkeypatch, call):
 
 
 @pytest.mark.parametrize("call", [lambda sock: admit(sock, KEY), lambda sock: introduce(sock, KEY, b"1")])
-def test_whoever_speaks_byte_by_byte_gets_no_more_time_than_others(pair, monkeypatch, call):
+def test_a_peer_that_sends_byte_by_byte_gets_no_more_time_than_others(pair, monkeypatch, call):
     """Each byte comes in good time, but the last one would come after more than ten times the patience."""
     monkeypatch.setattr(secret, "PATIENCE", 0.2)
     ours, theirs = pair

@@ -204,7 +204,7 @@ def ends(thread):
     return not thread.is_alive()
 
 
-def test_a_lock_held_by_another_process_is_waited_for_and_that_is_told(file, holder):
+def test_a_lock_held_by_another_process_is_waited_for_and_counted_as_waiting(file, holder):
     other, waited = holder(), []
     assert other.says() == "inside"
     waiting = entering(HostLock(file, "lock", waited.append))
@@ -234,7 +234,7 @@ def test_a_lock_that_we_hold_keeps_another_process_out_until_we_go(file, holder)
     assert said == "inside"
 
 
-def test_a_process_outside_keeps_nobody_out(file, holder):
+def test_a_process_outside_keeps_no_rank_out(file, holder):
     other = holder()
     assert other.says() == "inside"
     other.go_out()

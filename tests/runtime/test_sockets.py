@@ -314,7 +314,7 @@ def begin_flush(link):
     return thread
 
 
-def test_a_peer_that_does_not_read_holds_nobody_else_up(loops, kind):
+def test_a_peer_that_does_not_read_holds_no_other_rank_up(loops, kind):
     silent, _ = loops.pair(kind)
     stuck = loops.link(1, silent, Sink())
     fill(stuck)
@@ -328,7 +328,7 @@ def test_a_peer_that_does_not_read_holds_nobody_else_up(loops, kind):
     link.flush()
 
 
-def test_a_flush_waits_for_whoever_reads_late_and_everything_is_there(loops, kind):
+def test_a_flush_waits_for_a_late_reader_and_everything_is_there(loops, kind):
     ours, theirs = loops.pair(kind)
     link = loops.link(1, ours, Sink())
     fill(link)

@@ -27,7 +27,7 @@ def knock(spec, key):
 # Coming together
 
 
-def test_everyone_learns_where_all_are_and_then_begins(job):
+def test_all_ranks_learn_where_all_are_and_then_begin(job):
     meeting = job(3)
     assert (
         meeting.run(*["report(join()); channel.send('left')"] * 3) == [str(((0, "at 0"), (1, "at 1"), (2, "at 2")))] * 3
@@ -36,7 +36,7 @@ def test_everyone_learns_where_all_are_and_then_begins(job):
     assert [meeting.watcher.endings[rank].code for rank in range(3)] == [0, 0, 0]
 
 
-def test_nobody_begins_before_all_have_reached_all(job):
+def test_no_rank_begins_before_all_have_reached_all(job):
     begins = "channel.send('connected'); receive('begin'); report(time.monotonic()); channel.send('left')"
     late = "time.sleep(0.3); report(time.monotonic())"
     first, second = job(2).run(
@@ -119,7 +119,7 @@ def test_an_exit_code_before_joining_is_the_cause(job):
         ("os.kill(os.getpid(), signal.SIGSTOP)", False, "it was stopped (SIGSTOP) and has been killed"),
     ],
 )
-def test_a_lost_rank_is_named_to_all_others_who_go_on(job, caplog, end, child, why):
+def test_a_lost_rank_is_named_to_all_others_who_continue(job, caplog, end, child, why):
     going_on = job(3)
     told = going_on.run(STAYS, f"join(); {end}", STAYS, child=child)
     assert told == [f"1 {why}", "", f"1 {why}"]
@@ -183,7 +183,7 @@ def test_who_does_not_end_after_an_abort_is_killed(job):
     assert told[0] == "here" and deaf.watcher.endings[0].code == -9 and deaf.watcher.lost == []
 
 
-def test_an_error_of_the_owner_leaves_nobody_behind(job):
+def test_an_error_of_the_owner_leaves_no_process_behind(job):
     interrupted = job(2)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), interrupted.watcher:
@@ -276,7 +276,7 @@ def test_memory_of_another_size_is_refused_and_the_next_answer_is_right(job):
     assert told == ["the shared memory 'weights' has 4096 bytes, but 8192 were requested\n64"]
 
 
-def test_an_error_and_a_file_that_come_together_are_told_apart(job):
+def test_an_error_and_a_file_that_come_together_are_distinguished(job):
     asks = MAPS + (
         "m = memory('a', 4096); m[0] = 7\n"
         "channel.send('memory', {'name': 'a', 'nbytes': 1}); channel.send('memory', {'name': 'a', 'nbytes': 4096})\n"
@@ -295,7 +295,7 @@ def test_too_little_memory_is_an_error_now_and_says_how_much_is_needed(job, monk
     assert job(1).run(asks) == ["the shared memory 'big' needs 3.0 MB: only 2.0 MB are free\n2000000"]
 
 
-def test_a_shortage_that_shows_only_when_taking_the_pages_is_told_too(monkeypatch):
+def test_a_shortage_that_shows_only_when_taking_the_pages_is_reported_too(monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -344,7 +344,7 @@ except ChannelClosed:
     assert any("rank 9, which is not a rank of this host" in message for message in caplog.messages)
 
 
-def test_strangers_are_turned_away_and_hold_nobody_up(job, caplog):
+def test_strangers_are_turned_away_and_hold_no_rank_up(job, caplog):
     meeting = job(1)
     with meeting.watcher:
         meeting.watcher.start()
@@ -362,7 +362,7 @@ def test_strangers_are_turned_away_and_hold_nobody_up(job, caplog):
     assert "does not know the secret" in turned_away[0].message
 
 
-def test_a_rank_that_talks_nonsense_is_lost_not_everybody(job):
+def test_a_rank_that_sends_nonsense_is_lost_alone(job):
     confused = job(2)
     told = confused.run(
         STAYS, "join(); channel.sock.sendall(b'\\x03\\0\\0\\0\\xc1\\xc1\\xc1'); time.sleep(0.3); sys.exit(1)"

@@ -22,7 +22,7 @@ def test_rows_are_cut_evenly_and_never_inside(rows, server_ranks, bounds):
     assert all(span.start % 3 == span.stop % 3 == 0 for span in spans)
 
 
-def test_every_row_goes_to_the_keeper_that_has_it():
+def test_every_row_goes_to_the_server_that_has_it():
     table = EmbeddingTable("table", nn.Embedding(10, 1, sparse=True), 4)
     rows = torch.tensor([1, 2, 4, 7, 9])
     cuts = {k: rows[cut].tolist() for k, cut in table.cuts(rows)}

@@ -283,7 +283,7 @@ def saving(folder):
 
 @pytest.mark.parametrize("before", [2, 3])
 @pytest.mark.parametrize("after", [1, 2, 4])
-def test_a_run_with_two_copies_goes_on_with_any_number_of_servers(before, after, tmp_path):
+def test_a_run_with_two_copies_continues_with_any_number_of_servers(before, after, tmp_path):
     whole = run(mh.bsp_server(rule=Momentum(0.05)))
     run(mh.bsp_server(rule=Momentum(0.05), replicas=2), servers=before, steps=2, train=saving(tmp_path))
     copies = 1 if after == 1 else 2
@@ -291,7 +291,7 @@ def test_a_run_with_two_copies_goes_on_with_any_number_of_servers(before, after,
     assert again.weights_sha256 == whole.weights_sha256
 
 
-def test_a_server_may_die_while_a_run_is_saved_and_goes_on(tmp_path):
+def test_a_server_may_die_while_a_run_is_saved_and_continues(tmp_path):
     strategy = lambda: mh.bsp_server(rule=Momentum(0.05), replicas=2)  # noqa: E731
     whole = run(strategy(), train=saving(tmp_path / "whole"))
     for number, at in enumerate(moments(whole.seconds, 12)):

@@ -79,7 +79,7 @@ def test_the_order_is_pinned():
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 3, 7, 12])
-def test_position_goes_on_where_another_stopped(position):
+def test_position_continues_where_another_stopped(position):
     whole = Share(numbered(17), 2, 3, 4, seed=9)
     expected = draw(whole, 15)
     resumed = Share(numbered(17), 2, 3, 4, seed=9)

@@ -41,7 +41,7 @@ def test_a_rank_is_lost_at_its_time_and_the_others_hear_at_once(kind, why, frm):
     assert result.lost == [(1, why)]
 
 
-def test_the_reason_may_be_told():
+def test_the_reason_may_be_given():
     result = run(2, losses, Die(1, at=0.5, why="out of memory"))
     assert result.results[0] == [(0.5, 1, "out of memory")]
 
@@ -110,7 +110,7 @@ def test_the_link_is_free_again_when_a_lost_rank_no_longer_sends():
     assert run(3, program, Die(1, at=1.0), bandwidth=rate).results == [1.5625, None, 1.5625]
 
 
-def test_what_is_on_its_way_to_a_lost_rank_is_dropped_and_flush_goes_on():
+def test_what_is_in_flight_to_a_lost_rank_is_dropped_and_flush_returns():
     """Of two messages of 4 s each the first is on the wire and passes, the second never gets there."""
 
     def program(t):
@@ -187,7 +187,7 @@ def test_a_lock_is_freed_when_its_holder_dies_and_given_to_the_next():
     assert run(2, program, Die(0, at=4.0), hosts=1).results == [None, (4.0, 14.0)]
 
 
-def test_everyone_but_one_dies():
+def test_all_but_one_die():
     def program(t):
         seen = [(t.now(), list(t.peers()))]
         for _ in range(4):
@@ -211,12 +211,12 @@ def test_everyone_but_one_dies():
     ]
 
 
-def test_everyone_dies():
+def test_all_die():
     result = run(2, losses, Die(0, at=1.0), Die(1, at=2.0))
     assert (result.results, result.seconds, len(result.lost)) == ([None, None], 2.0, 2)
 
 
-def test_a_death_in_an_all_reduce_is_told_to_all_who_wait_in_it():
+def test_a_death_in_an_all_reduce_is_raised_in_all_that_wait_in_it():
     def program(t):
         if t.rank == 2:
             t.charge_compute(9.0)

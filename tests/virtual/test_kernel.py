@@ -61,7 +61,7 @@ def test_events_at_one_instant_happen_in_the_order_they_were_asked_for(kernel):
     assert log == ["first", *range(50), "asked last"]
 
 
-def test_activities_woken_at_one_instant_go_on_first_come_first_served(kernel):
+def test_activities_woken_at_one_instant_continue_first_come_first_served(kernel):
     log = []
     for name in "cabed":
         sleeper(kernel, log, name, 1.0, 2.0)
@@ -70,7 +70,7 @@ def test_activities_woken_at_one_instant_go_on_first_come_first_served(kernel):
     assert [name for time, name in log if time == 2.0] == list("cabed")
 
 
-def test_who_is_ready_goes_on_before_the_next_event_even_of_the_same_instant(kernel):
+def test_who_is_ready_continues_before_the_next_event_even_of_the_same_instant(kernel):
     log = []
 
     def first():
@@ -175,7 +175,7 @@ def test_the_first_error_stops_the_run_keeps_its_type_and_says_where():
     assert log == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
-def test_errors_of_the_others_on_their_way_out_do_not_hide_the_first(kernel):
+def test_later_errors_of_others_do_not_hide_the_first(kernel):
     def first():
         kernel.sleep_until(1.0)
         raise Broken("first")
@@ -303,7 +303,7 @@ def test_a_killed_activity_cannot_wait_any_more_and_is_joined_once(kernel):
     assert log == ["dying", "dead", ("joined", 1.0), "end"]
 
 
-def test_what_a_killed_activity_raises_on_its_way_out_concerns_nobody(kernel):
+def test_what_a_killed_activity_raises_is_ignored(kernel):
     log = []
 
     def victim():

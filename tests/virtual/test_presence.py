@@ -5,7 +5,7 @@ from manyhands.virtual.presence import Presence
 ROLES = ["worker"] * 5 + ["server"] * 2
 
 
-def test_others_are_in_order_and_without_whoever_asks():
+def test_others_are_in_order_and_without_the_rank_itself():
     present = Presence(ROLES, pending_ranks=[4])
     assert present.others(None, 2) == [0, 1, 3, 5, 6]
     assert present.others("worker", 2) == [0, 1, 3]
