@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from manyhands.core.flat import ParamSlot, Span
 from manyhands.core.task import Task
 
+LEAVES = frozenset({int, float, bool, str, bytes, range, type(None), torch.dtype, torch.Size, Span, ParamSlot})
+"""Types that hold no tensor: most of what a worker refers to, so they are skipped first."""
 OUTSIDE = ("manyhands.runtime", "manyhands.virtual")
 """Packages that are not searched: a transport refers to the memory of other ranks."""
 
@@ -26,7 +30,7 @@ def footprint(*roots: object) -> int:
     left: list[object] = list(roots)
     while left:
         one = left.pop()
-        if id(one) in seen:
+        if type(one) in LEAVES or id(one) in seen:
             continue
         seen[id(one)] = one  # a reference keeps its id from being used again
         if isinstance(one, Tensor) and one.is_sparse:
@@ -44,7 +48,7 @@ def _inside(one: object) -> Iterator[object]:
     """What a container, a module or an object of this package refers to."""
     if isinstance(one, Mapping):
         yield from one.values()
-    elif isinstance(one, Collection) and not isinstance(one, str | bytes | range):
+    elif isinstance(one, Collection) and not isinstance(one, str | bytes):
         yield from one
     elif isinstance(one, nn.Module):
         yield from one.parameters()

@@ -168,10 +168,10 @@ class Worker:
 
     def _charge_buckets(self, samples: int, fired: Callable[[Span], None]) -> None:
         """Charge the time of both passes, and fire each bucket when its share of the backward pass is over."""
-        self.charge_passes(samples, FORWARD_SHARE)
-        numel = self.flat.numel
+        charge, seconds, numel = self.transport.charge_compute, self.seconds(samples), self.flat.numel
+        charge(seconds * FORWARD_SHARE)
         for bucket in self.flat.buckets():
-            self.charge_passes(samples, (1 - FORWARD_SHARE) * bucket.numel / numel)
+            charge(seconds * (1 - FORWARD_SHARE) * bucket.numel / numel)
             fired(bucket)
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:

@@ -13,10 +13,10 @@ replaces it.
     x^, the model's weights                   x, which peers may change at any time
     g = gradient(x^)
     `take_step`: g ------------------------>  x <- x + rule(g), before or after an exchange
-    x^ <- x  <------------------------------
+    waits  <--------------------------------  x^ <- x
 
-Only the activity accesses x, so no lock is needed. The main program may access it while all workers are quiesced: then
-x is saved.
+Only the activity accesses x, and it writes x^ only while the main program waits, so no lock is needed. The main program
+may access x while all workers are quiesced: then x is saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from manyhands.core.errors import PeerLost
 from manyhands.core.port import Message, Tag, recv
 from manyhands.peers.peer_model import PeerModel
 
-GRADIENT, MOVED = Tag("gradient"), Tag("moved-on")
+GRADIENT, MOVED = Tag("gradient"), Tag("moved-on", carries="nothing")
 SETTLE, SETTLED = Tag("settle", carries="nothing"), Tag("settled", carries="nothing")
 OFFER, ACCEPT, REFUSE = Tag("offer", credit=8), Tag("accept", credit=8), Tag("refuse", credit=8)
 REQUEST, MODEL, PUSHED = Tag("request", carries="nothing"), Tag("model"), Tag("pushed")
@@ -200,14 +200,11 @@ class PeerLoop:
 
     @torch.no_grad()
     def take_step(self) -> None:
-        """Pass the gradient to the activity, wait until it has been applied, and read x."""
+        """Pass the gradient to the activity, and wait until x^ is the x that it has been applied to."""
         flat = self.own.w.flat
         gradients = [group.grad for group in flat.groups]
         self._transport.send(self._rank, GRADIENT, tuple(sorted(flat.untouched())), gradients)
-        message = recv(self._transport, MOVED, frm=self._rank)
-        for group, x in zip(flat.groups, message.tensors, strict=True):
-            self.own.w.ops.copy(x, group.weights)
-        message.release()
+        recv(self._transport, MOVED, frm=self._rank)
 
     def settle(self) -> None:
         """Average what has been received; for a pause, in which no step follows that would do it."""
@@ -244,8 +241,9 @@ class PeerLoop:
         return self.exchange.receive(message)
 
     def _end_step(self) -> None:
-        """The exchange is complete: the main program reads x and continues."""
+        """The exchange is complete: the main program continues with the new x."""
         if self.gradient is not None:
             self.own.update(self.gradient)
             self.gradient = None
-        self._transport.send(self._rank, MOVED, (), self.own.copy())
+        self.own.show()
+        self._transport.send(self._rank, MOVED)

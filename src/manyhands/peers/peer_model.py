@@ -52,14 +52,10 @@ class PeerModel:
         """Send a copy of x, which may change at once."""
         self.w.transport.send(to, tag, (), self.encode_model(), latest=latest)
 
-    def copy(self) -> list[Tensor]:
-        """x in memory that may be sent."""
-        return [self.w.ops.clone(x) for x in self.x]
-
     def encode_model(self) -> list[Tensor]:
         """The payload of x, in memory that may be sent."""
         if self.codec is None:
-            return self.copy()
+            return [self.w.ops.clone(x) for x in self.x]
         return [tensor for x in self.x for tensor in self.w.ops.encoded(self.codec, x)]
 
     def decode_model(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -88,9 +84,9 @@ class PeerModel:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Copy x into the model's weights: exchanges have changed it since the last step."""
+        """Copy x into the model's weights."""
         for group, x in zip(self.w.flat.groups, self.x, strict=True):
-            group.weights.copy_(x)
+            self.w.ops.copy(x, group.weights)
 
     def state_parts(self) -> StateParts:
         """x and the state of its rule, of every worker; a new worker starts at the mean with a fresh rule."""
