@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import IO, Protocol
 
 from manyhands.core.errors import Refused
+from manyhands.core.garbage import rare_collections
 from manyhands.core.record import Line, decoded, encoded
 
 NAME = "record.jsonl"
@@ -94,7 +95,8 @@ class Record:
 
     def _read(self) -> None:
         unread, self._unread = bytes(self._unread), bytearray()
-        self._lines += decoded(unread)
+        with rare_collections(unread.count(b"\n")):
+            self._lines += decoded(unread)
 
 
 def _end_line(file: IO[bytes]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import ManyhandsError, PeerLost
+from manyhands.core.garbage import rare_collections
 from manyhands.core.port import Transport
 from manyhands.core.units import bytes_per_second, seconds
 from manyhands.virtual.closed_form_collectives import CallGroup, CollectiveCall
@@ -25,8 +25,8 @@ from manyhands.virtual.messages import VirtualMessage
 from manyhands.virtual.presence import Presence
 from manyhands.virtual.transport import VirtualTransport
 
-YOUNG = 100_000
-"""New objects between two runs of Python's cyclic garbage collector."""
+YOUNG, YOUNG_PER_RANK = 100_000, 100
+"""New objects between two runs of the cyclic garbage collector, at least; every rank's messages are among them."""
 
 
 class World:
@@ -173,7 +173,12 @@ class Simulation:
 
 def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 0) -> Simulation:
     """Run `program` on every rank of the cluster until all have ended."""
-    world = World(cluster, seed)
+    with _one_thread(), rare_collections(max(YOUNG, YOUNG_PER_RANK * cluster.size)):
+        return _simulate(World(cluster, seed), program)
+
+
+def _simulate(world: World, program: Callable[[Transport], Any]) -> Simulation:
+    cluster = world.cluster
     results: list[Any] = [None] * cluster.size
 
     def main(rank: VirtualTransport) -> Callable[[], None]:
@@ -188,28 +193,21 @@ def simulate(cluster: Cluster, program: Callable[[Transport], Any], seed: int = 
             world.kernel.at(at, world.join, (rank.rank, main(rank)))
         else:
             rank.begin(main(rank))
-    with _simulation_settings():
-        world.kernel.run()
+    world.kernel.run()
     sent = [rank.bytes_sent for rank in world.ranks]
     depth = max(rank.depth for rank in world.ranks)
     return Simulation(results, world.kernel.now, sent, depth, world.kernel.events, world.lost)
 
 
 @contextmanager
-def _simulation_settings() -> Iterator[None]:
-    """One thread for torch, and fewer runs of the garbage collector.
-
-    Messages in transit are short-lived, but survive several collections at the default threshold and are promoted to
-    the old generation, which makes Python scan all old objects again and again.
-    """
-    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
+def _one_thread() -> Iterator[None]:
+    """One thread for torch: ranks do not compute side by side, and results do not depend on the machine."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.set_threshold(max(thresholds[0], YOUNG) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        gc.set_threshold(*thresholds)
 
 
 def on_ranks(ranks: int, program: Callable[[Transport], Any], cluster: Cluster | None = None) -> Simulation:
