@@ -1,10 +1,10 @@
 """Every method with real processes, on every link: it learns, and it does what it promises whatever happens to a rank.
 
 learn     two workers with default settings; in lock step the bits are those of virtual time
-slow      one of them computes five times slower: nobody is lost, nothing is missed, and bits stay the same
-killed    the run ends or goes on, as the card says; what was saved goes on with everyone, to the same bits
-stopped   SIGTERM saves; the same number of workers goes on to the same bits, another number goes on as well
-joined    a spare takes the place of a killed worker, where workers may come
+slow      one of them computes five times slower: no rank is lost, no sample is missed, and bits stay the same
+killed    the run ends or continues, as the card says; what was saved continues with all workers, to the same bits
+stopped   SIGTERM saves; the same number of workers continues to the same bits, another number continues, too
+joined    a spare takes the place of a killed worker, where workers may join
 """
 
 import functools
@@ -20,12 +20,12 @@ from every_method import (
     EVERY,
     GOOD,
     SAMPLES,
+    accepts_joiners,
     ends_when_one_is_lost,
     fits,
     on_every_link,
     repeats,
     replicas,
-    welcomes,
 )
 from manyhands.runtime.membership.error_codec import exit_code
 from real.tools import KILLED, LIMIT, SPARE, Awaited, Strike, ask_to_stop, kill, messages, slow_down, struck, taken_by
@@ -181,7 +181,7 @@ def test_a_stopped_run_continues_with_as_many_or_with_others(name, link, tmp_pat
 # -- a worker that joins in the middle ----------------------------------------------------------------
 
 
-@on_every_link([name for name in EVERY if welcomes(EVERY[name]())])
+@on_every_link([name for name in EVERY if accepts_joiners(EVERY[name]())])
 def test_a_spare_takes_the_place_of_a_lost_worker(name, link, tmp_path):
     strategy = EVERY[name]()
     place = keepers_apart(strategy, 2, link)

@@ -5,7 +5,17 @@ import functools
 import pytest
 
 import manyhands as mh
-from every_method import BATCH_SIZE, EVERY, EVERY_METHOD, GOOD, SAMPLES, repeats, replicas, welcomes, workers_up_to
+from every_method import (
+    BATCH_SIZE,
+    EVERY,
+    EVERY_METHOD,
+    GOOD,
+    SAMPLES,
+    accepts_joiners,
+    repeats,
+    replicas,
+    workers_up_to,
+)
 from real.tools import taken_by
 
 POINTS = 0.02
@@ -52,7 +62,7 @@ def test_four_workers_learn_with_another_seed(name):
     assert trained(name, workers=4, seed=1).test_accuracy >= GOOD
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if welcomes(EVERY[name]())])
+@pytest.mark.parametrize("name", [name for name in EVERY if accepts_joiners(EVERY[name]())])
 def test_a_joining_worker_learns_with_the_others(name):
     """The eighth comes after a quarter of the time that seven would take."""
     strategy = EVERY[name]()
