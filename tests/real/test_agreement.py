@@ -88,7 +88,8 @@ def kinds():
     ("name", "link"), [*kinds(), ("gossip by push", "tcp"), ("ssp with a cache", "shm"), ("easgd in fp16", "tcp")]
 )
 def test_two_workers_learn_the_digits(name, link, quickly):
-    passes = 40 if name == "easgd in fp16" else 20  # a worker that is hardly let run holds the centre where it was
+    slow = name in ("easgd in fp16", "gossip")  # a worker that is hardly let run holds the others where it was
+    passes = 40 if slow else 20
     result = mh.train("digits", EVERY[name](), workers=2, link=link, epochs=passes)
     assert result.test_accuracy >= GOOD
     assert (result.world, result.lost, result.stopped_at) == ("real", [], None)

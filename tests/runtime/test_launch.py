@@ -335,18 +335,22 @@ def script(tmp_path, caplog):
     return run
 
 
+def printed(capfd):
+    """The lines that the ranks have printed, by rank."""
+    return sorted(capfd.readouterr().out.splitlines())
+
+
 def test_a_script_that_never_joins_is_fine(script, capfd):
     code, said = script("import sys; print(sys.argv[1:])", arguments=["--epochs", "3"])
     assert (code, said) == (0, [])
-    assert capfd.readouterr().out == "['--epochs', '3']\n" * 2
+    assert printed(capfd) == ["[0] ['--epochs', '3']", "[1] ['--epochs', '3']"]
 
 
 def test_a_script_finds_the_names_that_torchrun_uses(script, capfd):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
     assert script(f"import os; print(*[os.environ[n] for n in {names}], int(os.environ['MASTER_PORT']) > 0)")[0] == 0
-    said = sorted(capfd.readouterr().out.splitlines())
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    assert said == [f"{rank} 2 {rank} 2 127.0.0.1 {threads} True" for rank in range(2)]
+    assert printed(capfd) == [f"[{rank}] {rank} 2 {rank} 2 127.0.0.1 {threads} True" for rank in range(2)]
 
 
 def test_a_script_that_joins_and_leaves_is_fine(script):
@@ -412,7 +416,7 @@ def test_a_rank_that_waits_for_one_that_ends_gets_an_error(script):
 
 def test_a_script_that_reads_its_input_is_not_stopped(script, capfd):
     assert script("import sys; print(repr(sys.stdin.read()))")[0] == 0
-    assert capfd.readouterr().out == "''\n''\n"
+    assert printed(capfd) == ["[0] ''", "[1] ''"]
 
 
 # The verb
@@ -422,7 +426,7 @@ def test_run_hands_everything_after_the_script_to_it(tmp_path, capfd):
     path = tmp_path / "mine.py"
     path.write_text("import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:], flush=True)")
     assert main(["run", "-n", "2", "--servers=1", str(path), "-n", "9", "--link", "x"]) == 0
-    assert capfd.readouterr().out == "3 ['-n', '9', '--link', 'x']\n" * 3
+    assert printed(capfd) == [f"[{rank}] 3 ['-n', '9', '--link', 'x']" for rank in range(3)]
 
 
 def test_debug_after_the_script_is_the_scripts(tmp_path, capfd):
@@ -463,17 +467,21 @@ def test_run_has_help_with_examples(capsys):
 JOINS_TWICE = """
 from manyhands.core.errors import Refused
 from manyhands.runtime.launch.join import connect
-connect().leave()
+first = connect()
 try:
     connect()
 except Refused as error:
-    assert "only once" in str(error)
+    assert "have not ended" in str(error)
 else:
     raise SystemExit(1)
+first.leave()
+second = connect()
+assert (first.spec.session, second.spec.session) == (0, 1)
+second.leave()
 """
 
 
-def test_a_process_that_joins_twice_is_refused(tmp_path):
+def test_a_process_joins_again_when_it_has_left_and_not_before(tmp_path):
     script = tmp_path / "twice.py"
     script.write_text(JOINS_TWICE)
     assert run_script(str(script), [], workers=2) == 0

@@ -127,6 +127,24 @@ t.leave()
     assert ends(ranks([dies, stays])) == ["", "10"]
 
 
+def test_the_side_process_ends_when_all_have_left_and_their_scripts_continue(ranks):
+    """The scripts wait for the end of their side process, and join again with another one."""
+    twice = """
+def side(t):
+    names = open("/proc/net/unix").read()
+    return "@" + t.spec.watcher in names
+
+first = joined()
+first.leave()
+while side(first):
+    time.sleep(0.01)
+second = joined()
+tell(second.spec.session, side(second))
+second.leave()
+"""
+    assert ends(ranks([twice, twice])) == ["1 True"] * 2
+
+
 def test_a_process_group_of_the_scripts_own_can_use_the_same_port(ranks):
     both = """
 t = joined()

@@ -316,6 +316,75 @@ def test_free_memory_is_that_of_the_machine_or_what_a_container_may_still_take(t
     assert memfd.free_bytes(meminfo, tmp_path) == 200_000
 
 
+# Sessions
+
+AGAIN = (
+    MAPS
+    + """
+def join_again(number):
+    global channel
+    channel = connect()
+    channel.send("hello", {"rank": spec.rank, "pid": os.getpid(), "address": "", "session": number})
+    receive("addresses")
+    channel.send("connected")
+    return receive("begin")["at"]
+
+def leave():
+    channel.send("left")
+    channel.close()
+"""
+)
+
+
+def test_every_session_has_its_own_clock_and_memory(job):
+    both = (
+        AGAIN
+        + """
+joined = time.monotonic(); memory('weights', 4096); leave()
+report(join_again(1) > joined, len(memory('weights', 8192))); leave()
+"""
+    )
+    again = job(2)
+    assert again.run(both, both) == ["True 8192"] * 2
+    assert (again.watcher.lost, again.watcher.cause) == ([], None)
+
+
+def test_a_rank_that_is_late_in_the_last_session_does_not_disturb_the_next(job):
+    """Rank 0 waits in session 1 while rank 1 is lost in session 0, and is told so there."""
+    waits = (
+        AGAIN
+        + """
+leave()
+channel = connect()
+channel.send("hello", {"rank": 0, "pid": os.getpid(), "address": "", "session": 1})
+report(receive("abort")["error"]["why"])
+"""
+    )
+    dies = "join(); receive('memory'); os.kill(os.getpid(), signal.SIGKILL)"
+    late = job(2)
+    with late.watcher:
+        late.watcher.start()
+        late.start(waits, dies)
+        while 1 not in late.watcher._sessions:
+            time.sleep(0.01)
+        late.watcher.loop.post(lambda: late.watcher._first.channels[1].send("memory"))
+        late.watcher.wait()
+    assert late.outputs() == ["it was killed by SIGKILL", ""]
+    assert set(late.watcher.lost) == {(1, "it was killed by SIGKILL")}
+
+
+def test_a_session_that_is_not_the_next_is_refused(job, caplog):
+    skips = """
+channel.send("hello", {"rank": 0, "pid": 1, "address": "", "session": 2})
+try:
+    receive("addresses")
+except ChannelClosed:
+    report("refused")
+"""
+    assert job(1).run(skips) == ["refused"]
+    assert any("it joins session 2, but the next one is 1" in message for message in caplog.messages)
+
+
 # Strangers
 
 

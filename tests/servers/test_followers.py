@@ -28,7 +28,7 @@ class Wire:
 def test_a_gradient_is_as_old_everywhere_as_where_it_is_decided():
     """Between the two reads there was an update: the first shard refuses the gradient, so the other one must too."""
     wire = Wire({7: 2, 8: 3})
-    w = SimpleNamespace(transport=wire, flat=SimpleNamespace(slots=[]), ops=UNCHARGED)
+    w = SimpleNamespace(transport=wire, flat=SimpleNamespace(slots=[]), ops=UNCHARGED, options=())
     first = RemoteShard(w, 7, [Span(0, 0, 2)])
     clients = [first, RemoteShard(w, 8, [Span(0, 2, 4)], first)]
     for client in clients:

@@ -47,6 +47,9 @@ LABELS = {
     "bounded": "fast workers wait for slow ones",
     "draws_from_all": "every worker draws from all samples",
     "peekable": "can be evaluated without quiescing",
+    "may_end_early": "a worker may take fewer steps than the others",
+    "equal_replicas": "all replicas are equal after each step",
+    "needs_step": "in a loop with its own backward and optimizer step",
     "streams": "mini-batches of several steps are in flight",
 }
 """What the traits of a strategy are called here."""
@@ -81,8 +84,8 @@ def traits_of(method: Method) -> dict[str, Any]:
 
 def trait_lines(traits: Mapping[str, Any]) -> list[str]:
     """The traits in words."""
-    words = {True: "yes", False: "no", "ends": "the run ends", "continues": "the run continues"}
-    return [f"{LABELS[name]}: {words[value]}" for name, value in traits.items()]
+    words = {True: "yes", False: "no", "ends": "the run ends", "continues": "the run continues", "": "yes"}
+    return [f"{LABELS[name]}: {words.get(value) or f'no, {value}'}" for name, value in traits.items()]
 
 
 def find(package: Path, loop: Loop) -> LoopSource | None:

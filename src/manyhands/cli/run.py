@@ -19,7 +19,10 @@ ABOUT = """Start a script once for each rank on this machine; words after the sc
 examples:
   manyhands run -n 4 train.py
   manyhands run -n 4 --servers 1 train.py --epochs 3
-  manyhands run -n 2 --link tcp train.py"""
+  manyhands run -n 2 --link tcp train.py
+  manyhands run -n 4 --no-prefix --log-dir logs train.py"""
+FLAGS = ("-h", "--help", "--prefix", "--no-prefix")
+"""Options without a value."""
 
 
 @dataclass
@@ -32,6 +35,8 @@ class ScriptOptions:
         servers: how many server ranks.
         link: how ranks exchange tensors: through shared memory, or through sockets as between hosts.
         bind: the address to listen on with --link tcp.
+        prefix: whether lines that the ranks print begin with their rank, if there are several.
+        log_dir: a folder for the files rank0.log, rank1.log, ... with what each rank prints.
     """
 
     script: Annotated[Path, tyro.conf.Positional]
@@ -39,6 +44,8 @@ class ScriptOptions:
     servers: int = 0
     link: Literal["shm", "tcp"] = "shm"
     bind: str = "127.0.0.1"
+    prefix: bool = True
+    log_dir: Path | None = None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -59,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
             servers=options.servers,
             link=options.link,
             bind=options.bind,
+            prefix=options.prefix,
+            log_dir=options.log_dir,
         )
     finally:
         log.removeHandler(handler)
@@ -66,7 +75,8 @@ def run(argv: Sequence[str]) -> int:
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words for `manyhands run`, up to the script, and those for the script."""
-    known = ["-n", "-h", "--help", *(f"--{field.name}" for field in fields(ScriptOptions) if field.name != "script")]
+    names = [field.name.replace("_", "-") for field in fields(ScriptOptions) if field.name != "script"]
+    known = ["-n", *FLAGS, *(f"--{name}" for name in names)]
     takes_value = False
     for position, word in enumerate(argv):
         flag, _, value = word.partition("=")
@@ -77,5 +87,5 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         elif flag not in known:
             raise unknown("option of manyhands run", flag, known)
         else:
-            takes_value = not value and flag not in ("-h", "--help")
+            takes_value = not value and flag not in FLAGS
     return list(argv), []

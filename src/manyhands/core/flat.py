@@ -113,6 +113,8 @@ class Flat:
         self.rows: dict[int, Tensor] = {}
         """The sparse gradients of this step, coalesced, by parameter id."""
         self._arrival: Callable[[ParamSlot], None] | None = None
+        self.receive: Callable[[ParamSlot, Tensor], None] = self._take
+        """Called for each parameter whose gradient autograd has accumulated, inside the backward pass."""
         self._this_backward: set[str] = set()
         if not self.is_meta:
             for slot in self.slots:
@@ -145,18 +147,22 @@ class Flat:
 
     def _watch(self, slot: ParamSlot) -> None:
         def arrive(p: Tensor) -> None:
-            assert p.grad is not None
-            grad, p.grad = p.grad, None
-            if slot.name in self._this_backward:
-                raise ManyhandsError(
-                    f"{slot.name} got two gradients in one backward pass: re-entrant checkpointing "
-                    "is not supported, pass use_reentrant=False to torch.utils.checkpoint"
-                )
-            self._this_backward.add(slot.name)
-            self.put(slot, grad)
+            self.receive(slot, p)
 
         self._parameters[slot.name].grad = None  # a gradient of an earlier loop would be added in the first step
         self._parameters[slot.name].register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
+
+    def _take(self, slot: ParamSlot, p: Tensor) -> None:
+        """Move a parameter's gradient into the flat one."""
+        assert p.grad is not None
+        grad, p.grad = p.grad, None
+        if slot.name in self._this_backward:
+            raise ManyhandsError(
+                f"{slot.name} got two gradients in one backward pass: re-entrant checkpointing "
+                "is not supported, pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        self._this_backward.add(slot.name)
+        self.put(slot, grad)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -189,6 +195,14 @@ class Flat:
             gradient.copy_(grad)
         if self._arrival is not None:
             self._arrival(slot)
+
+    def mark(self, slots: Iterable[ParamSlot]) -> None:
+        """Begin a step in which exactly these gradients have arrived, and are in place already."""
+        self.open()
+        self._arrived.update((slot.name, slot) for slot in slots)
+
+    def parameter(self, slot: ParamSlot) -> nn.Parameter:
+        return self._parameters[slot.name]
 
     def close(self) -> None:
         """End the step: gradients that did not arrive are zero, with a touch count of 0."""

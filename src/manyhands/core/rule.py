@@ -34,6 +34,8 @@ class UpdateContext:
     """The weights the gradient was computed at, if the rule needs them."""
     rate: float = 1.0
     """A factor of the learning rate, set by the method."""
+    options: tuple[float, ...] = ()
+    """The numbers of the worker's optimizer (core/options.py), if they came with the gradient."""
 
 
 class Rule(Protocol):
@@ -46,7 +48,7 @@ class Rule(Protocol):
     """Whether the weights may be cut anywhere without changing the result."""
     needs: frozenset[str]
     """What it requires: "seen" (the weights a gradient was computed at), "owner" (its memory is not in the state, so
-    one process must apply all updates)."""
+    one process must apply all updates), "replica" (every worker must see the whole gradient)."""
 
     def init(self, weights: Tensor) -> State:
         """The fresh state for these weights."""

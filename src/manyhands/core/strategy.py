@@ -43,6 +43,12 @@ class Traits:
     """Whether every worker may draw any sample, instead of having a shard of the data to itself."""
     peekable: bool = False
     """Whether the weights can be read between two steps without quiescing (`peek`)."""
+    may_end_early: bool = False
+    """Whether, in lock step, a worker may take fewer steps than the others, which continue without it."""
+    equal_replicas: bool = False
+    """Whether all workers apply the same mean gradient to the same weights, so that each could do so by itself."""
+    needs_step: str = ""
+    """Why a user's loop that calls `backward` itself cannot supply its gradients; empty if it can."""
     streams: bool = False
     """Whether mini-batches of successive steps are in flight together, so that the last one must be announced."""
 

@@ -10,7 +10,7 @@ changes its rate, hooks on its steps, parameters that are not the model's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,10 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 
 def recreate(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> Rule:
     """The rule that updates these parameters of a model as `optimizer` would."""
-    _refuse_unknown(optimizer, parameters)
+    refuse_unknown([optimizer], parameters)
+    refuse_unfit([optimizer], parameters)
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise Refused("the optimizer has hooks on its steps, but must have none: it is never stepped itself")
-    if any(_has_stepped(memory) for memory in optimizer.state.values()):
-        raise Refused("the optimizer has already stepped, but must be new: its state cannot be carried over")
     known = {id(p): name for name, p in parameters.items()}
     found: list[tuple[dict[str, Any], list[str]]] = []
     for group in optimizer.param_groups:
@@ -44,16 +43,26 @@ def recreate(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Param
     return rules[0][1] if len(rules) == 1 else ByName(tuple(rules))
 
 
-def _refuse_unknown(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-    known = {id(p): name for name, p in parameters.items()}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    if unknown := [p for p in given if id(p) not in known]:
+def refuse_unfit(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse optimizers that have a memory of earlier steps, or lack a parameter that is to be trained."""
+    if any(_has_stepped(memory) for optimizer in optimizers for memory in optimizer.state.values()):
+        raise Refused("the optimizer has already stepped, but must be new: its state cannot be carried over")
+    given = {id(p) for p in _given(optimizers)}
+    if missing := [name for name, p in parameters.items() if p.requires_grad and id(p) not in given]:
+        names = ", ".join(missing)
+        raise Refused(f"the optimizer lacks {names}, but must have every parameter of the model that is to be trained")
+
+
+def _given(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def refuse_unknown(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse optimizers of parameters that the model does not have."""
+    known = {id(p) for p in parameters.values()}
+    if unknown := [p for p in _given(optimizers) if id(p) not in known]:
         shapes = ", ".join(str(tuple(p.shape)) for p in unknown)
         raise Refused(f"the optimizer has parameters of shape {shapes}, but must have those of the model only")
-    missing = {name for name, p in parameters.items() if p.requires_grad} - {known[id(p)] for p in given}
-    if missing:
-        names = ", ".join(name for name in parameters if name in missing)
-        raise Refused(f"the optimizer lacks {names}, but must have every parameter of the model that is to be trained")
 
 
 def _has_stepped(memory: Mapping[str, Any]) -> bool:

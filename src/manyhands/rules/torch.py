@@ -79,11 +79,19 @@ class Torch:
     def __call__(self, g: Tensor, at: UpdateContext) -> None:
         optimizer = self._of(at.weights)
         group = optimizer.param_groups[0]
-        group["lr"] = rate_at(self.lr, at)
+        self._set_options(group, at)
         (w,) = group["params"]
         w.grad = g
         optimizer.step()
         w.grad = None
+
+    def _changes(self, name: str) -> bool:
+        """Whether the run changes this option, so that its value need not be saved with the memory."""
+        return name == "lr"
+
+    def _set_options(self, group: dict[str, Any], at: UpdateContext) -> None:
+        """Set the options that change during a run."""
+        group["lr"] = rate_at(self.lr, at)
 
     def _of(self, weights: Tensor) -> Optimizer:
         optimizer = self._optimizers.get((weights.data_ptr(), weights.shape))
@@ -94,7 +102,7 @@ class Torch:
     def memory_of(self, weights: Tensor) -> State:
         """The optimizer's state; numbers become tensors, and their names get an ending."""
         optimizer = self._of(weights)
-        _refuse_changed(optimizer)
+        _refuse_changed(optimizer, self._changes)
         (w,) = optimizer.param_groups[0]["params"]
         memory, kind = optimizer.state.get(w, {}), type(optimizer).__name__
         values = {f"{kind}.{name}": value for name, value in memory.items() if value is not None}
@@ -127,10 +135,10 @@ def _tensor(name: str, value: Any) -> Tensor:
     return torch.tensor(value, dtype=NUMBERS[type(value)])
 
 
-def _refuse_changed(optimizer: Optimizer) -> None:
+def _refuse_changed(optimizer: Optimizer, changes: Callable[[str], bool]) -> None:
     """Refuse an optimizer that changes its own options, which are not saved."""
     for name, value in optimizer.param_groups[0].items():
-        given = value if name in ("params", "lr") else optimizer.defaults.get(name, value)
+        given = value if name == "params" or changes(name) else optimizer.defaults.get(name, value)
         if value is not given and value != given:
             raise Refused(
                 f"the optimizer has moved its own {name} to {value}, but must leave it at {given} to be saved"

@@ -13,10 +13,12 @@ other ranks.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +29,21 @@ from manyhands.core.fields import Fields
 from manyhands.core.port import Transport
 from manyhands.core.strategy import Strategy
 from manyhands.run.batches import Collate, Source, granted, rounds, source
-from manyhands.run.training import Training
+from manyhands.run.loaders import part_of
+from manyhands.run.loop_collectives import LoopCollectives
+from manyhands.run.prepared import LoopObjects, Prepared
+from manyhands.run.training import Fails, Training
 from manyhands.splits.data import Share, mixed
 
+if TYPE_CHECKING:
+    from manyhands.runtime.launch.exit_report import ScriptEnd
 
-class _Served(BaseException):
-    """Leaves the block on a server rank, once the workers have ended."""
+
+class _Served(SystemExit):
+    """Leaves the block on a server rank, or the script if there is no block, once the workers have ended."""
 
 
-class Hands:
+class Hands(LoopCollectives):
     """One rank of a job with the user's own loop; made by `join`.
 
     Args:
@@ -51,7 +59,7 @@ class Hands:
     def __init__(
         self,
         transport: Transport,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | None = None,
         *,
         strategy: Strategy,
         loss: Callable[..., Tensor] | None = None,
@@ -59,14 +67,24 @@ class Hands:
         seed: int = 0,
         budget_for: Callable[[int], Budget] | None = None,
     ) -> None:
-        model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         self.transport = transport
-        self._training = Training(transport, model, loss, strategy, optimizer, seed)
+        self._strategy, self._seed = strategy, seed
+        self._joined: Training | None = None
+        self._prepared: Prepared | None = None
+        if model is not None:
+            model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+            self._joined = Training(transport, model, loss, strategy, optimizer, seed)
         self._budget_for = budget_for or self._budget_of_the_runtime
         self._share: Share | None = None
         self._shares = self._budgets = 0
-        self._is_open = self._is_sharing = False
+        self._is_open = self._is_sharing = self._ended = False
         self._led: bool | None = None
+
+    @property
+    def _training(self) -> Training:
+        if self._joined is None:
+            raise Refused("these hands have no model yet: call prepare(model, optimizer), or join(model, ...)")
+        return self._joined
 
     @property
     def rank(self) -> int:
@@ -80,12 +98,14 @@ class Hands:
     @property
     def workers(self) -> int:
         """How many workers the job began with."""
-        return len(self._training.worker.workers)
+        return self.transport.roles.count("worker") - len(self.transport.pending_ranks)
 
     @property
     def lead(self) -> bool:
         """Whether this is the rank that evaluates and saves."""
-        return self._training.worker.lead == self.rank if self._led is None else self._led
+        if self._led is not None or self._joined is None:
+            return self.rank == 0 if self._led is None else self._led
+        return self._joined.worker.lead == self.rank
 
     @property
     def lag(self) -> int:
@@ -93,7 +113,7 @@ class Hands:
         return self._training.worker.lag
 
     def __enter__(self) -> Hands:
-        if self._is_open or self._training.has_begun:
+        if self._is_open or (self._joined is not None and self._joined.has_begun):
             raise Refused("these hands have been in use, but a with block needs new ones: join again")
         self._is_open = True
         return self
@@ -101,14 +121,70 @@ class Hands:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
         self._is_open = False
         if error is not None and not isinstance(error, _Served):
-            self._training.fail(error)
+            self._fail(error)
             return False
-        try:
-            self._led = self._training.end()
-        except BaseException as failure:
-            self._training.fail(failure)
-            raise
+        self.end()
         return True
+
+    def end(self) -> None:
+        """Complete what is in flight, and load the answer into the model on every rank: the end of the with block.
+
+        Without such a block it is called at the end of the script, unless the script has called it before.
+        """
+        self._is_open = False
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            if self._prepared is not None:
+                self._prepared.release()
+            if self._joined is None:
+                self.transport.leave()
+            else:
+                self._led = self._joined.end()
+        except BaseException as failure:
+            self._fail(failure)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._ended = True
+        if self._prepared is not None:
+            self._prepared.release()
+        if self._joined is not None:
+            self._joined.fail(error)
+        elif isinstance(self.transport, Fails):
+            self.transport.fail(error)
+
+    # -- a loop that is left as it is -------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """Put the strategy behind a loop that calls `backward` and `optimizer.step` itself.
+
+        Takes models, optimizers, loaders and schedulers in any order, and returns them in that order; loaders are
+        replaced by this worker's part of them, all others are the same objects. A server rank serves here until the
+        workers have ended, then leaves the with block, or the script if there is none.
+        """
+        given = LoopObjects.of(objects)
+        if self._joined is not None:
+            raise Refused("these hands have a model already, but prepare needs hands without one: join(strategy=...)")
+        self._is_open = True
+        self._prepared = Prepared(self.transport, given.models, given.optimizers, self._strategy, self._seed)
+        self._joined = self._prepared.training
+        even = self._strategy.traits.lockstep
+        parts = {id(one): part_of(one, self._seed, self.rank, self.workers, even) for one in given.loaders}
+        self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
+        if self.role != "worker":
+            raise _Served
+        found = tuple(parts.get(id(one), one) for one in objects)
+        return found[0] if len(found) == 1 else found
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Within it, backward passes are not the last of their step."""
+        if self._prepared is None:
+            raise Refused("accumulate was called before prepare, but is for a loop that was prepared")
+        return self._prepared.accumulate()
+
+    # -- a loop of steps --------------------------------------------------------------------------
 
     def share(
         self,
@@ -206,7 +282,7 @@ class Hands:
 
 
 def join(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | None = None,
     *,
     strategy: Strategy,
     loss: Callable[..., Tensor] | None = None,
@@ -215,6 +291,9 @@ def join(
     servers: int | None = None,
 ) -> Hands:
     """Become one of the ranks that train `model`, in a process started by `manyhands run`, torchrun or the like.
+
+    A process that was started without a launcher is the only worker.
+    When its hands have ended, a script can join again, as for cross validation; all ranks must do so equally often.
 
     Args:
         model: any module; for pipelines an `nn.Sequential`, or a list of stages.
@@ -227,10 +306,24 @@ def join(
     from manyhands.runtime.launch.exit_report import report_exit
     from manyhands.runtime.launch.join import connect
 
-    report_exit()
+    script = report_exit()
     transport = connect(servers=servers)
     try:
-        return Hands(transport, model, strategy=strategy, loss=loss, optimizer=optimizer, seed=seed)
+        hands = Hands(transport, model, strategy=strategy, loss=loss, optimizer=optimizer, seed=seed)
     except BaseException as error:
         transport.fail(error)
         raise
+    script.on_error = lambda error: None if hands._ended else hands._fail(error)
+    atexit.unregister(_end_of_script)  # for hands that ended before this process joined again
+    atexit.register(_end_of_script, hands, script)
+    return hands
+
+
+def _end_of_script(hands: Hands, script: ScriptEnd) -> None:
+    """End hands that were prepared without a with block, unless the script has failed; unused hands are lost."""
+    if hands._ended:
+        return
+    if script.error is not None:
+        hands._fail(script.error)
+    elif hands._prepared is not None:
+        script.conclude(hands.end)

@@ -22,6 +22,8 @@ from manyhands.core.barrier import barrier
 from manyhands.core.broadcast import broadcast_answer, broadcast_model, release_model
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, OwnTask
+from manyhands.core.loop_position import LoopPosition
+from manyhands.core.loop_worker import LoopWorker
 from manyhands.core.model_check import refuse_unlike
 from manyhands.core.param_groups import groups, rule_of
 from manyhands.core.port import Transport
@@ -50,18 +52,22 @@ class Training:
         model: nn.Module,
         loss: Callable[..., Tensor] | None,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Rule | None,
         seed: int,
+        worker: type[Worker] = Worker,
     ) -> None:
         if any(p._post_accumulate_grad_hooks for p in model.parameters()):
             raise Refused("the model has gradient hooks, but must have none: a model can be joined only once at a time")
         self.strategy = copy.deepcopy(strategy)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = recreate(optimizer, dict(model.named_parameters()))
         if optimizer is not None:
-            self.strategy = _with_rule(self.strategy, recreate(optimizer, dict(model.named_parameters())))
+            self.strategy = _with_rule(self.strategy, optimizer)
         task, rule = OwnTask(model, loss), rule_of(self.strategy)
-        self.worker = Worker(transport, task, model, seed=seed, steps=0, batch_size=1, rule=rule)
-        self._run = RankRun(self.worker, self.strategy)
-        self.has_begun = False
+        self.worker = worker(transport, task, model, seed=seed, steps=0, batch_size=1, rule=rule)
+        self.run = RankRun(self.worker, self.strategy)
+        self.position = LoopPosition(self.worker, self.strategy.traits)
+        self.has_begun = self.shows_answer = False
         self.replicas = self.strategy.replicas(len(self.worker.workers))
         """How many copies of the model the workers hold together."""
         self._divides = self.replicas < len(self.worker.workers)
@@ -87,8 +93,9 @@ class Training:
         if w.transport.role in programs:
             programs[w.transport.role](w)
         else:
-            self._run.begin()
+            self.run.begin()
             barrier(w)  # a worker that is set up may send, so all must be
+            self.position.watch()
 
     def _announce(self, steps: int) -> None:
         """Drain the pipeline and fill it again, for so many mini-batches more."""
@@ -110,7 +117,22 @@ class Training:
             raise Refused(f"a step has {len(batch)} fields, but in a pipeline must have two, unnamed: input and target")
         if batch.samples != w.batch_size:
             self._check(batch.samples)
-        return self._run.step(batch)
+        self.refuse_within_answer("step")
+        self.position.at_step()
+        return self.run.step(batch)
+
+    def refuse_within_answer(self, name: str) -> None:
+        """Refuse a training step while the model holds the answer."""
+        if self.shows_answer:
+            raise Refused(f"{name} was called while the model holds the answer, but trains: call it after that block")
+
+    def refuse_within_step(self, name: str) -> None:
+        """Refuse what all workers do between two steps while this one is within a step."""
+        if isinstance(self.worker, LoopWorker) and self.worker.in_step:
+            raise Refused(
+                f"{name} was called between a forward pass in training mode and optimizer.step(), but must be called "
+                "between two steps: after optimizer.step(), or with the model in eval mode"
+            )
 
     def end(self) -> bool:
         """Finish, broadcast the answer to all ranks, leave; whether this rank was the lead."""
@@ -119,11 +141,12 @@ class Training:
             self.begin(None, 0)  # the other ranks may wait for this one
         answer = None
         if w.transport.role == "worker":
-            outcome = self._run.end()
+            self.position.at_end()
+            outcome = self.run.end()
             if outcome.weights is not None and outcome.buffers is not None:
                 answer = {**outcome.weights, **outcome.buffers}
         release_model(w.model)
-        led = broadcast_answer(w, self._run.lead, answer)
+        led = broadcast_answer(w, self.run.lead, answer)
         w.transport.leave()
         return led
 

@@ -4,10 +4,17 @@ lockstep     A worker that is asked to stop reports how many mini-batches it has
              the largest such number of all workers: all of them take that many. So no rank waits for a missing step.
 otherwise    One counter for all, in shared memory of their host or in the watcher. The first request after the run was
              asked to stop closes it. If workers may join later, the watcher has it, since it knows which ranks join.
+
+A run has a budget for every segment between two checkpoints or evaluations, and may have thousands. A region of shared
+memory costs every rank and the watcher an open file, so that many budgets lie in one region:
+
+    region budget/0    [ taken closed | taken closed | ... ]     budget0, budget1, ..., budget4095
+    region budget/1    [ taken closed | ...                      budget4096, ...
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 
@@ -16,6 +23,9 @@ import torch
 from manyhands.core.budget import await_arrivals, pause
 from manyhands.core.port import Transport
 from manyhands.runtime.transport.transport import RealTransport
+
+PER_REGION = 4096
+"""Budgets in one region of shared memory."""
 
 
 class Pace:
@@ -79,10 +89,10 @@ class SharedBudget:
     Args:
         transport: the transport of this rank.
         total: how many mini-batches all workers take together.
-        name: distinguishes the budgets of one run.
+        name: a word and a number, such as budget7, that no other budget of the run has; those of one word share memory.
     """
 
-    def __init__(self, transport: RealTransport, total: int, name: str = "budget") -> None:
+    def __init__(self, transport: RealTransport, total: int, name: str) -> None:
         self._total = total
         self._name = name
         self._control = transport.control
@@ -91,7 +101,7 @@ class SharedBudget:
         hosts = {host for host, role in zip(transport.hosts, transport.roles, strict=True) if role == "worker"}
         self._cells: memoryview | None = None
         if len(hosts) == 1 and not transport.pending_ranks:
-            self._cells = memoryview(transport.shared(name, 2, torch.int64).numpy())  # type: ignore[arg-type]
+            self._cells = _cells(transport, name)
             self._lock = transport.lock(name)
 
     def grant(self, transport: Transport) -> bool:
@@ -129,3 +139,12 @@ class SharedBudget:
     def arrived(self, transport: Transport) -> None:
         """This rank has finished joining."""
         self._control.arrived(self._name)
+
+
+def _cells(transport: RealTransport, name: str) -> memoryview:
+    """The two numbers of a budget: how many mini-batches are taken, and whether it is closed."""
+    numbered = re.fullmatch(r"(\w*?)(\d+)", name)
+    assert numbered is not None, f"the budget {name!r} has no number"
+    region, place = divmod(int(numbered[2]), PER_REGION)
+    numbers = transport.shared(f"{numbered[1]}/{region}", 2 * PER_REGION, torch.int64).numpy()
+    return memoryview(numbers)[2 * place : 2 * place + 2]  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ class RankSpec:
         deadline: seconds until all ranks must be connected.
         checks_lending: check that tensors are not written while they are in flight; slow, for tests.
         spares: how many of the workers, the last ones, are not started with the job.
+        session: how often this process has joined before.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankSpec:
     deadline: float = 60.0
     checks_lending: bool = False
     spares: int = 0
+    session: int = 0
 
     def __post_init__(self) -> None:
         refuse_unless(self.link in LINKS, "link", self.link, " or ".join(LINKS))
@@ -70,7 +72,7 @@ class RankSpec:
 
     def listener(self, rank: int) -> str:
         """The socket (an abstract name) on which a rank of this host listens for its peers."""
-        return f"mh-{self.job}-rank-{rank}"
+        return f"mh-{self.job}-{self.session}-rank-{rank}"
 
     def of(self, rank: int) -> RankSpec:
         """The spec of another rank of the same host."""

@@ -108,6 +108,7 @@ class GradientSum:
     untouched: frozenset[int]
     batches: int
     terms: int
+    options: tuple[float, ...]
 
     @torch.no_grad()
     def add(self, ops: VectorOps, other: GradientSum) -> None:
@@ -159,7 +160,8 @@ class AggregatorUplink:
         parts = zip(self._codecs, payload, self._like, strict=True)
         gradients = [ops.decode(codec, tensors, torch.empty_like(x)) for codec, tensors, x in parts]
         message.release()
-        one = GradientSum(gradients, header.seen, frozenset(header.untouched), header.batches, header.terms)
+        untouched = frozenset(header.untouched)
+        one = GradientSum(gradients, header.seen, untouched, header.batches, header.terms, header.options)
         if child in self._held:
             self._held[child].add(ops, one)
         else:
@@ -221,7 +223,7 @@ class AggregatorUplink:
             total.add(self._w.ops, other)
         payload = [self._what.encode(g, None) for g in total.gradients]
         untouched = tuple(sorted(total.untouched))
-        header = PushHeader(total.seen, untouched, lengths_of(payload), total.batches, total.terms)
+        header = PushHeader(total.seen, untouched, lengths_of(payload), total.batches, total.terms, total.options)
         self._t.send(self._server, PUSH, header, tuple(chain(*payload)))
         self._pushed, self._held = set(self._held), {}
 

@@ -66,6 +66,7 @@ class RemoteShard:
         self.lag = 0
         self._first = first
         self._endpoint: Endpoint = endpoint or w.transport
+        self._w = w
         self._ops = w.ops
         self._slots = w.flat.slots
         self._server = server
@@ -100,7 +101,7 @@ class RemoteShard:
         self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1
     ) -> Pushed:
         seen = (self._first or self)._version  # a shard that follows may be read later, but judges as the first does
-        header = PushHeader(seen, tuple(untouched), lengths_of(payload), batches)
+        header = PushHeader(seen, tuple(untouched), lengths_of(payload), batches, options=self._w.options)
         self._send(PUSH, header, tuple(chain(*payload)))
         return Pushed(self._version)
 

@@ -84,6 +84,8 @@ class Shard:
         self._corrects = [corrects(one.rule) for one in slices]
         self.seen = list(seen)
         """For every client the weights it read last, a tensor per slice; empty if the rule does not need them."""
+        self._options: dict[int, tuple[float, ...]] = {}
+        """The options that came with the gradient of each slot."""
         self.orders: deque[Sequence[int]] | None = None
         """The clients whose gradients make the next updates, if another shard decides that."""
         self.announce: Callable[[Sequence[int]], None] | None = None
@@ -110,6 +112,7 @@ class Shard:
         read: ReadOnPush | None = None,
         batches: int = 1,
         terms: int = 1,
+        options: tuple[float, ...] = (),
     ) -> list[int]:
         """Take a gradient of some mini-batches, computed at version `seen`; returns the parked clients freed by it.
 
@@ -121,7 +124,9 @@ class Shard:
         if not self.when.bounds_clocks:
             clocks.lag[i] = lag
         if self._accept is None or self._accept(lag, bool(clocks.waiting[i])):
-            self._pending.put(clocks.add_pending(i, seen, terms), payload, untouched, release)
+            slot = clocks.add_pending(i, seen, terms)
+            self._pending.put(slot, payload, untouched, release)
+            self._options[slot] = options
         else:
             clocks.refused[i] = 1
             release()
@@ -240,6 +245,7 @@ class Shard:
             workers=self._workers,
             samples=clocks.batches * self._batch_size,
             seen=self.seen[first][n] if self.seen else None,
+            options=self._options.get(group[0].slot, ()),
         )
 
     def read_targets(self, i: int, into: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:

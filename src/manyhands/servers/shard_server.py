@@ -63,6 +63,8 @@ class PushHeader(NamedTuple):
     """For every span of the shard how many tensors its payload has."""
     batches: int
     terms: int = 1
+    options: tuple[float, ...] = ()
+    """The numbers of the sender's optimizer: see core/options.py."""
 
 
 def lengths_of(payload: Payload) -> tuple[int, ...]:
@@ -164,9 +166,18 @@ class ShardServer:
             self._handle_checkpoint(message, i)
 
     def _push(self, i: int, header: PushHeader, message: Message) -> None:
-        seen, untouched, lengths, batches, terms = header
-        payload = regroup(message.tensors, lengths)
-        self._answer(self._shard.push(i, payload, seen, untouched, message.release, batches=batches, terms=terms))
+        payload = regroup(message.tensors, header.lengths)
+        freed = self._shard.push(
+            i,
+            payload,
+            header.seen,
+            header.untouched,
+            message.release,
+            batches=header.batches,
+            terms=header.terms,
+            options=header.options,
+        )
+        self._answer(freed)
 
     def _exchange(self, message: Message) -> None:
         alpha, *lengths = message.meta

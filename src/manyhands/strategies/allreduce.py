@@ -43,13 +43,14 @@ class AllReduce(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends")
+        return Traits(lockstep=True, on_worker_loss="ends", equal_replicas=True)
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; whether buckets are summed during the backward pass."""
         one_host = on_one_host(w.transport, w.workers)
         self.shared_replica = None
-        if one_host and len(w.workers) > 1 and self.collective == "auto":
+        shares = one_host and self.collective == "auto" and "replica" not in self.rule.needs
+        if shares and len(w.workers) > 1:
             self.shared_replica = SharedReplica(w, self.rule)
         self.slices = (
             replica_slices(w.ops, w.flat, self.rule) if self.shared_replica is None else self.shared_replica.slices

@@ -127,7 +127,7 @@ class Compressed(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends")
+        return Traits(lockstep=True, on_worker_loss="ends", equal_replicas=True)
 
     def __post_init__(self) -> None:
         refuse_unless(self.dense >= 0, "dense", self.dense, ">= 0")

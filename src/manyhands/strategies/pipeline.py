@@ -54,7 +54,8 @@ class Pipeline(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", streams=self.micro_batches is None)
+        divided = "a worker has only a stage of the model, and no whole loss or gradient"
+        return Traits(lockstep=True, on_worker_loss="ends", streams=self.micro_batches is None, needs_step=divided)
 
     def __post_init__(self) -> None:
         chunks = 1 if self.micro_batches is None else self.micro_batches

@@ -129,6 +129,7 @@ class Server(Strategy):
             bounded=self.when.bounds_clocks or not self.when.tolerates_loss,
             draws_from_all=self.draws_from_all,
             peekable=direct,
+            may_end_early=True,
         )
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:

@@ -42,6 +42,9 @@ UNCOUNTED = 4
 """Full steps of an epoch if the number of samples is unknown."""
 
 
+SEVERAL = "a step compares the gradients of one mini-batch at two points, and begins with a pass over all data"
+
+
 @dataclass
 class Svrg(Strategy):
     """Asynchronous variance reduction on one host.
@@ -58,7 +61,7 @@ class Svrg(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", one_host=True)
+        return Traits(lockstep=True, on_worker_loss="ends", one_host=True, needs_step=SEVERAL)
 
     def __post_init__(self) -> None:
         refuse_unless(self.full_steps is None or self.full_steps >= 1, "full_steps", self.full_steps, ">= 1")

@@ -146,6 +146,7 @@ class Kernel:
         if me.done:  # it is being killed
             raise GreenletExit
         me.waits_for = why
+        me.green = getcurrent()  # a rank may alternate between greenlets (core/coroutine.py)
         grad = _grad()
         began = self.now
         try:

@@ -7,13 +7,16 @@ it.
 from __future__ import annotations
 
 import atexit
+import gc
 import socket
 import threading
 import time
+from dataclasses import replace
 
 from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.runtime.membership.auth_listener import AuthListener
 from manyhands.runtime.membership.secret import Stranger, introduce
+from manyhands.runtime.membership.session import REJOIN
 from manyhands.runtime.rank_spec import RankSpec, from_environment
 from manyhands.runtime.transport.transport import RealTransport
 
@@ -23,16 +26,13 @@ class TooLate(ManyhandsError):
 
 
 def connect(spec: RankSpec | None = None, servers: int | None = None) -> RealTransport:
-    """Join as the rank of `spec`, else of our launcher, else of torchrun; returns when all ranks are connected."""
-    if spec is None:
-        _refuse_second()
-        spec = from_environment()
-    if spec is None:
-        from manyhands.runtime.launch.rendezvous import rank_spec_from_torchrun
+    """Join as the rank of `spec`, else of our launcher, else of torchrun; returns when all ranks are connected.
 
-        spec = rank_spec_from_torchrun(servers or 0)
-    elif servers is not None and servers != spec.roles.count("server"):
-        raise Refused(f"servers is {servers}, but this run was started with {spec.roles.count('server')}")
+    Without a launcher the process is the only rank.
+    A process can join again when it has left; all ranks must do so equally often.
+    """
+    if spec is None:
+        return _connect_again(servers)
     transport = RealTransport(spec)
     atexit.register(transport.close)
     try:
@@ -46,14 +46,43 @@ def connect(spec: RankSpec | None = None, servers: int | None = None) -> RealTra
     return transport
 
 
-def _refuse_second() -> None:
-    """A process is started as one rank, and can join as that rank once."""
-    if _joined:
-        raise Refused("this process has joined its run already, but can join only once: share again within one block")
-    _joined.append(True)
+def _connect_again(servers: int | None) -> RealTransport:
+    """Join as the rank that the environment describes, for the first time or again: after all have left, it can."""
+    former = _joined[-1] if _joined else None
+    if former is not None:
+        _refuse_unended(former)
+    transport = connect(_spec_of_environment(servers, 0 if former is None else former.spec.session + 1))
+    _joined[:] = [transport]
+    if former is not None:  # all others have left it too, else they could not have joined again
+        atexit.unregister(former.close)
+        former.close()
+        gc.collect()  # objects that refer to each other may hold shared memory of earlier sessions
+    return transport
 
 
-_joined: list[bool] = []
+_joined: list[RealTransport] = []
+"""The last join of this process: one object, or none."""
+
+
+def _refuse_unended(former: RealTransport) -> None:
+    if not former.has_left:
+        former.check()
+        raise Refused(
+            f"rank {former.rank} joins again, but its former hands have not ended: "
+            "leave their with block first, or call hands.end()"
+        )
+
+
+def _spec_of_environment(servers: int | None, session: int) -> RankSpec:
+    spec = from_environment()
+    if spec is None:
+        from manyhands.runtime.launch.rendezvous import rank_spec_from_torchrun, rank_spec_without_launcher
+
+        alone = rank_spec_without_launcher(servers or 0, session)
+        return alone or rank_spec_from_torchrun(servers or 0, session=session)
+    if servers is not None and servers != spec.roles.count("server"):
+        raise Refused(f"servers is {servers}, but this run was started with {spec.roles.count('server')}")
+    return replace(spec, session=session, deadline=REJOIN) if session else spec
 
 
 def _connect_all(spec: RankSpec, transport: RealTransport) -> float:
@@ -125,7 +154,9 @@ class IncomingPeers:
 
     def _listen(self, sock: socket.socket) -> None:
         sock.listen(max(16, self._spec.size))
-        AuthListener(sock, self._spec.secret, self._transport.reader, self._admitted, f"rank {self._spec.rank}")
+        reader, owner = self._transport.reader, f"rank {self._spec.rank}"
+        listener = AuthListener(sock, self._spec.secret, reader, self._admitted, owner)
+        self._transport.resources.closes(listener.close)
 
     def _admitted(self, sock: socket.socket, introduction: bytes) -> None:
         if not introduction.isdigit() or int(introduction) not in self._missing | self._pending:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import PeerLost, Refused
 from manyhands.runtime.launch.rank_main import PR_SET_PDEATHSIG, TOP_LEVEL
+from manyhands.runtime.launch.rank_output import RankOutput
 from manyhands.runtime.launch.rank_processes import Context, RankProcesses
 from manyhands.runtime.membership.error_codec import exit_code, unpack
 from manyhands.runtime.membership.watcher import Watcher
@@ -117,31 +119,49 @@ def run_script(
     link: str = "shm",
     bind: str = "127.0.0.1",
     deadline: float = 60.0,
+    prefix: bool = True,
+    log_dir: Path | None = None,
 ) -> int:
-    """Run a script once for each rank, and wait. Returns the exit code; the log names the lost ranks."""
+    """Run a script once for each rank, and wait. Returns the exit code; the log names the lost ranks.
+
+    The output of several ranks is printed in whole lines, which begin with the rank if `prefix`; one rank alone writes
+    to the terminal itself. With `log_dir` each rank's output is also written to a file there.
+    """
     specs = rank_specs(worker_server_roles(workers, servers), link=link, bind=bind, deadline=deadline)
-    watcher = Watcher(specs[0])
+    several = len(specs) > 1
+    output = RankOutput(len(specs), prefix=prefix and several, folder=log_dir) if several or log_dir else None
     processes: list[subprocess.Popen[bytes]] = []
-    try:
-        _supervise(watcher, lambda: _start(processes, [script, *arguments], specs, watcher), patient=True)
-    finally:
-        for process in processes:
-            process.wait()
+    with closing(output) if output else nullcontext():
+        watcher = Watcher(specs[0])
+        try:
+            _supervise(watcher, lambda: _start(processes, [script, *arguments], specs, watcher, output), patient=True)
+        finally:
+            for process in processes:
+                process.wait()
     return _exit_code_of_run(watcher)
 
 
 def _start(
-    processes: list[subprocess.Popen[bytes]], command: list[str], specs: Sequence[RankSpec], watcher: Watcher
+    processes: list[subprocess.Popen[bytes]],
+    command: list[str],
+    specs: Sequence[RankSpec],
+    watcher: Watcher,
+    output: RankOutput | None,
 ) -> None:
     """Standard input is closed: a process that is not in the foreground is stopped when it reads from the terminal."""
     common = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    if output is not None:
+        common["PYTHONUNBUFFERED"] = "1"  # else a pipe gets a line when many have been printed
     for spec in specs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-S", "-c", BEFORE_SCRIPT, str(os.getpid()), *command],
-            env={**common, **spec.environment()},
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-        )
+        with output.pipes(spec.rank) if output is not None else nullcontext((None, None)) as (out, err):
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-S", "-c", BEFORE_SCRIPT, str(os.getpid()), *command],
+                env={**common, **spec.environment()},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                process_group=0,
+            )
         processes.append(process)
         watcher.watch(spec.rank, process.pid, process.poll)
 
@@ -156,17 +176,19 @@ def _exit_code_of_run(watcher: Watcher) -> int:
     """The exit code of the error that ended the run, else that of the first rank that failed."""
     facts, codes = watcher.cause, {rank: ending.code or 0 for rank, ending in watcher.endings.items()}
     if facts is not None:
-        error = unpack(facts)
-        if (facts.get("rank"), facts.get("why")) not in watcher.lost:  # that has been logged already
+        error, is_logged = unpack(facts), (facts.get("rank"), facts.get("why")) in watcher.lost
+        if not is_logged:
             log.error("%s", error)
-        own = codes.get(facts["rank"], 0) if facts["kind"] == "failed" else 0
-        return own if own > 0 else exit_code(error)
+        own = codes.get(facts["rank"], 0) if facts["kind"] == "failed" or is_logged else 0
+        return own if own > 0 else facts.get("code") or exit_code(error)
     lost = {rank for rank, _ in watcher.lost}
     for rank, code in codes.items():
         if code and rank not in lost:
             how = f"exit code {code}" if code > 0 else watcher.endings[rank]
             log.error("rank %d failed after it had left: %s", rank, how)
             return code if code > 0 else 128 - code
+    if lost >= codes.keys():  # no rank has completed the run
+        return next((code for code in codes.values() if code > 0), exit_code(PeerLost(0, "")))
     return 0
 
 

@@ -1,5 +1,6 @@
 """Rendezvous of a job that another launcher has started (torchrun, Slurm, ...) and described by RANK, WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT. Ranks exchange addresses through a store there; one rank of each host starts the sidecar.
+Where none of these variables is set, there is no launcher: the process is a job of one worker.
 
 Variables of our own: MANYHANDS_SERVERS and MANYHANDS_LINK for the job, MANYHANDS_BIND for the address of this host, and
 MANYHANDS_SECRET, which every rank must have if one has it. Without it the job's secret is exchanged through the store:
@@ -12,27 +13,31 @@ import hmac
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from manyhands.core.errors import ManyhandsError, Refused, refuse_unless
 from manyhands.runtime.launch.rendezvous_store import RendezvousStore, open_store
 from manyhands.runtime.membership.secret import new_key
+from manyhands.runtime.membership.session import REJOIN
 from manyhands.runtime.membership.sidecar import start_sidecar
-from manyhands.runtime.rank_spec import LINKS, RankSpec, role_of_each
+from manyhands.runtime.rank_spec import LINKS, RankSpec, rank_specs, role_of_each
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 DEADLINE = 60.0
 
 
-def rank_spec_from_torchrun(servers: int = 0, link: str | None = None) -> RankSpec:
+def rank_spec_from_torchrun(servers: int = 0, link: str | None = None, session: int = 0) -> RankSpec:
     """This rank's spec in the job that the environment describes; the watcher of this host is running then."""
     rank, size = _rank_and_size()
     servers = _number("MANYHANDS_SERVERS", servers)
     refuse_unless(0 <= servers < size, "servers", servers, f">= 0 and < {size}, the number of ranks")
     link = os.environ.get("MANYHANDS_LINK") or link or "shm"
     refuse_unless(link in LINKS, "link", link, " or ".join(LINKS))
-    store = open_store(rank, size, os.environ["MASTER_ADDR"], _number("MASTER_PORT"), DEADLINE)
+    deadline = REJOIN if session else DEADLINE
+    store = open_store(rank, size, os.environ["MASTER_ADDR"], _number("MASTER_PORT"), deadline, session)
     ranks = store.gather("rank", {"host": host_identity(), "pid": os.getpid(), "address": _address()})
     hosts = _numbered([one["host"] for one in ranks])
     job, key = _secret(store, rank)
@@ -46,8 +51,24 @@ def rank_spec_from_torchrun(servers: int = 0, link: str | None = None) -> RankSp
         link=link,
         bind=_bind(rank, hosts, [one["address"] for one in ranks]),
         deadline=DEADLINE,
+        session=session,
     )
     _start_watcher(spec, hosts, [one["pid"] for one in ranks], store)
+    return spec
+
+
+def rank_spec_without_launcher(servers: int = 0, session: int = 0) -> RankSpec | None:
+    """The spec of a job of this one process, with one line that says so; None if the environment describes a job."""
+    if any(os.environ.get(name) for name in NAMES):
+        return None
+    servers = _number("MANYHANDS_SERVERS", servers)
+    refuse_unless(servers == 0, "servers", servers, "0 in a job of one process: start more with manyhands run")
+    if session == 0:
+        script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "script.py"
+        more = f"`manyhands run -n 4 {script}` starts four"
+        print(f"manyhands: no launcher, so this is a job of one worker; {more}", file=sys.stderr, flush=True)
+    spec = replace(rank_specs({"worker": 1})[0], session=session)
+    start_sidecar(spec, {0: os.getpid()}, None)
     return spec
 
 

@@ -74,8 +74,8 @@ class RendezvousStore:
         return [self.get(f"{name}/{rank}", rank) for rank in range(self._size)]
 
 
-def open_store(rank: int, size: int, address: str, port: int, deadline: float) -> RendezvousStore:
-    """The store of this job: with torchrun its agent owns it, else rank 0 does."""
+def open_store(rank: int, size: int, address: str, port: int, deadline: float, session: int = 0) -> RendezvousStore:
+    """The store of this session of the job: with torchrun its agent owns it, else rank 0 does."""
     from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     owns = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -85,7 +85,8 @@ def open_store(rank: int, size: int, address: str, port: int, deadline: float) -
             store = _own_store(address, port)
         else:
             store = TCPStore(address, port, None, False, timedelta(seconds=deadline), wait_for_workers=False)
-        return RendezvousStore(PrefixStore("/".join(["manyhands", *run]), store), rank, size, deadline, owns=owns)
+        prefixed = PrefixStore("/".join(["manyhands", *run, str(session)]), store)
+        return RendezvousStore(prefixed, rank, size, deadline, owns=owns)
     except DistError as error:
         raise ManyhandsError(
             f"rank {rank} cannot reach the rendezvous store at {address}:{port}: {_first_line(error)}"

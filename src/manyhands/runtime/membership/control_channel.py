@@ -1,7 +1,7 @@
 """The control channel between a rank and its watcher: small messages, and shared memory as open file descriptors.
 
 rank -> watcher                                    watcher -> rank
-  hello      rank pid address                        addresses  addresses gone  of the present ranks; why others left
+  hello      rank pid address session                addresses  addresses gone  of the present ranks; why others left
   connected                                          begin      at              all ranks are connected; the start time
   memory     name nbytes                             memory     name error      carries the open file descriptor
   grant      name number                             granted    yes closed joining arrivals

@@ -49,7 +49,9 @@ class ControlClient:
 
     def hello(self, address: str) -> tuple[dict[int, str], dict[int, str]]:
         """Report our address; wait for the addresses of all ranks, and the reasons why some of them are gone."""
-        self._channel.send("hello", {"rank": self._spec.rank, "pid": os.getpid(), "address": address})
+        spec = self._spec
+        hello = {"rank": spec.rank, "pid": os.getpid(), "address": address, "session": spec.session}
+        self._channel.send("hello", hello)
         answer = self._wait("addresses", self._spec.deadline + GRACE)
         return dict(answer["addresses"]), dict(answer["gone"])
 
@@ -115,6 +117,10 @@ class ControlClient:
         self._ended = True
         self._channel.shut_down()
 
+    def close(self) -> None:
+        """Close the socket; the thread must have ended."""
+        self._channel.close()
+
     # -- receiving --------------------------------------------------------------------------------
 
     def _wait(self, what: str, seconds: float | None) -> Any:
@@ -150,6 +156,7 @@ class ControlClient:
             self._stop_at(fields["step"])
         elif kind == "abort":
             error = error_codec.unpack(fields["error"])
+            error_codec.mark_reported(error)
             with self._changed:
                 self._error = error
                 self._changed.notify_all()

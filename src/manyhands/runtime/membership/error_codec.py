@@ -27,6 +27,8 @@ def pack(error: BaseException, rank: int) -> Facts:
         return {"kind": "interrupted"}
     if isinstance(error, ManyhandsError):
         return {"kind": "refused" if isinstance(error, Refused) else "error", "text": str(error)}
+    if isinstance(error, SystemExit):
+        return {"kind": "failed", "rank": rank, "text": f"SystemExit: {error}", "code": exit_status(error)}
     return {"kind": "failed", "rank": rank, "text": f"{type(error).__name__}: {error}"}
 
 
@@ -52,6 +54,12 @@ def unpack(facts: Facts) -> BaseException:
 def exit_code(error: BaseException) -> int:
     """The exit code of a process that `error` ends."""
     return next(code for kind, code in CODES if isinstance(error, kind))
+
+
+def exit_status(error: SystemExit) -> int:
+    """The exit code that Python makes of what a script passed to `sys.exit`: of a text, 1."""
+    status = error.args[0] if error.args else None
+    return 0 if status is None else status & 0xFF if isinstance(status, int) else 1
 
 
 def mark_reported(error: BaseException) -> None:

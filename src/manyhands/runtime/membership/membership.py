@@ -28,9 +28,13 @@ class Membership:
         size: how many ranks there are.
         send: how messages reach them.
         pending_ranks: those that join later, or never.
+        absent: why a rank is lost that the others wait for and that has ended.
     """
 
-    def __init__(self, size: int, send: Send, pending_ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, size: int, send: Send, pending_ranks: Sequence[int] = (), absent: str = "it ended without joining"
+    ) -> None:
+        self._absent = absent
         self._pending = pending_ranks
         self._initial = [rank for rank in range(size) if rank not in pending_ranks]
         self._send = send
@@ -175,7 +179,7 @@ class Membership:
 
     def _lose_never_joined(self) -> None:
         if self._never_joined and self._addresses and self._cause is None:
-            self._lose(self._never_joined[0], "it ended without joining")
+            self._lose(self._never_joined[0], self._absent)
 
     def _lose(self, rank: int, why: str) -> None:
         self._ended[rank] = why

@@ -2,7 +2,7 @@
 
 One rank of each host starts it (`start_sidecar`), passes the rank spec and the process ids on its standard input, and
 reads from its standard output whether it is ready. It has a session of its own, so that the death of that rank does not
-end it; it ends when all ranks of its host have ended.
+end it; it ends when all ranks of its host have left or ended. A script that joins again starts another one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from functools import partial
 
 from manyhands.core.errors import ManyhandsError
 from manyhands.runtime.membership.multi_host import Hub, Uplink, reach_hub
-from manyhands.runtime.membership.watcher import Authority, Watcher
+from manyhands.runtime.membership.session import Authority
+from manyhands.runtime.membership.watcher import Watcher
 from manyhands.runtime.rank_spec import VARIABLE, RankSpec, from_environment
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     pids: dict[int, int] = dict(facts["pids"])
     try:
         authority, address = _authority(spec, pids, facts["hub"])
-        watcher = Watcher(spec, pids, authority=authority)
+        watcher = Watcher(spec, pids, authority=authority, until_left=True)
     except (ManyhandsError, OSError) as error:
         print("failed", error)
         return

@@ -1,8 +1,8 @@
 """Watcher: supervises the ranks of one host.
 
 It authenticates them by the job's secret, hands out shared memory, and notices processes that end or are stopped. It
-passes their messages to the authority over the job, and its answers back: to a `Membership` of its own, or to the one
-of another host (`multi_host`).
+passes their messages to the authority over their session, and its answers back: to a `Membership` of its own, or to the
+one of another host (`multi_host`).
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from manyhands.runtime.membership.auth_listener import AuthListener
 from manyhands.runtime.membership.control_channel import ChannelClosed, ControlChannel, Fields
 from manyhands.runtime.membership.error_codec import Facts, pack
 from manyhands.runtime.membership.event_loop import EventLoop
 from manyhands.runtime.membership.membership import Membership
-from manyhands.runtime.membership.memfd import Memories
 from manyhands.runtime.membership.process_monitor import Ending, ProcessMonitor
 from manyhands.runtime.membership.secret import Stranger
+from manyhands.runtime.membership.session import AGAIN, REJOIN, Authority, Session
 from manyhands.runtime.rank_spec import RankSpec
 
 log = logging.getLogger("manyhands")
@@ -36,32 +35,6 @@ PATIENCE = 30.0
 """Seconds in which ranks that were asked to stop must do so."""
 
 
-class Authority(Protocol):
-    """Decides about a job: a `Membership`, or the link to one. Called in the watcher's thread only."""
-
-    @property
-    def done(self) -> bool:
-        """Whether no other host needs this watcher any more."""
-
-    def on_message(self, rank: int, kind: str, fields: Fields) -> None:
-        """A rank has sent a message."""
-
-    def on_exit(self, rank: int, why: str, code: int | None) -> None:
-        """A rank's process has ended."""
-
-    def on_deadline(self, deadline: float) -> None:
-        """The time in which all ranks must be connected has passed."""
-
-    def finish(self) -> None:
-        """Ask all ranks to stop after their current step."""
-
-    def abort(self, cause: Facts) -> None:
-        """End the run of all ranks."""
-
-    def close(self) -> None:
-        """All ranks of this host have ended."""
-
-
 class Watcher:
     """Watches until every rank has ended. As a context manager it leaves no rank behind.
 
@@ -69,6 +42,7 @@ class Watcher:
         spec: that of any rank of this host.
         ranks: the ranks of this host; all, if not given.
         authority: makes the object that decides; a `Membership`, if not given.
+        until_left: stop watching a rank when it has left, whatever its process does then.
         on_lines: takes the rows of the record that ranks send.
         on_loss: called with every lost rank.
     """
@@ -79,6 +53,7 @@ class Watcher:
         ranks: Iterable[int] | None = None,
         *,
         authority: Callable[[Watcher], Authority] | None = None,
+        until_left: bool = False,
         on_lines: Callable[[Any], None] | None = None,
         on_loss: Callable[[int], None] | None = None,
     ) -> None:
@@ -88,19 +63,19 @@ class Watcher:
         self.endings: dict[int, Ending] = {}
         self.cause: Facts | None = None
         self._on_lines, self._on_loss = on_lines, on_loss
-        self._channels: dict[int, ControlChannel] = {}
-        self._rank_of: dict[ControlChannel, int | None] = {}
-        """None until its hello."""
+        self._sessions: dict[int, Session] = {}
+        self._owner_of: dict[ControlChannel, tuple[Session, int] | None] = {}
+        """The session and the rank of a channel; None until its hello."""
         self._watched: set[int] = set()
         self._grace, self._patient, self._all_started = GRACE, False, False
         self._finishing = False
         self._error: Exception | None = None
-        self._began = 0.0
         self.loop = EventLoop()
         self._listener = AuthListener(_listen(spec.watcher), spec.secret, self.loop, self._admitted)
         self._monitor = ProcessMonitor(lambda rank, ending: self.loop.post(partial(self._on_exit, rank, ending)))
-        self._memories = Memories()
-        self._authority = authority(self) if authority else Membership(spec.size, self.send, spec.pending_ranks)
+        self._first = self._sessions[spec.session] = Session(self.ranks)
+        self._released: Set[int] = self._first.left if until_left else frozenset()
+        self._first.authority = authority(self) if authority else self._membership(self._first)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="manyhands-watcher", daemon=True)
 
@@ -110,7 +85,7 @@ class Watcher:
         """Begin to watch. The deadline counts from now or, if `patient`, from the first hello."""
         self._patient = patient
         if not patient:
-            self._start_deadline()
+            self._start_deadline(self._first)
         self._thread.start()
 
     def watch(self, rank: int, pid: int, exit_code: Callable[[], int | None] = lambda: None) -> None:
@@ -152,8 +127,9 @@ class Watcher:
 
     # In its own thread
 
-    def send(self, to: Sequence[int], kind: str, fields: Fields) -> None:
+    def send(self, to: Sequence[int], kind: str, fields: Fields, session: Session | None = None) -> None:
         """Send a message to those of `to` that are connected, and take note of what it says."""
+        session = session or self._first
         if kind == "lost":
             self.lost.append((fields["rank"], fields["why"]))
             if self._on_loss is not None:
@@ -161,12 +137,10 @@ class Watcher:
         if kind == "abort" and self.cause is None:
             self.cause = fields["error"]
             self.loop.later(self._grace, self._monitor.kill)
-        if kind == "begin":  # the ranks of one machine share its clock
-            self._began = self._began or time.monotonic()
-            fields = {"at": self._began}
-        for rank in to:
-            if rank in self._channels:
-                self._channels[rank].send(kind, fields)
+            for other in self._sessions.values():
+                if other is not session:
+                    other.authority.abort(fields["error"])
+        session.send(to, kind, fields)
 
     def _run(self) -> None:
         try:
@@ -175,7 +149,7 @@ class Watcher:
         except Exception as error:  # `wait` raises it, and no rank may run unwatched
             self._error = error
         finally:
-            self._monitor.kill()
+            self._monitor.kill(self._watched - self._released)
             self._close()
             self._done.set()
 
@@ -183,7 +157,8 @@ class Watcher:
         expected = (
             self._watched if self.cause is not None else self._watched | self.ranks - set(self.spec.pending_ranks)
         )
-        return self._all_started and self.endings.keys() >= expected and self._authority.done
+        done = all(session.authority.done for session in self._sessions.values())
+        return self._all_started and done and (self.endings.keys() | self._released) >= expected
 
     def _may_end(self) -> None:
         self._all_started = True
@@ -195,38 +170,64 @@ class Watcher:
             self._abort_now({"kind": "error", "text": "the run was asked to stop twice: it stopped at once"})
             return
         self._finishing = True
-        self._authority.finish()
+        for session in self._sessions.values():
+            session.authority.finish()
         text = f"the run was asked to stop, but has not stopped within {PATIENCE:g} s"
         self.loop.later(PATIENCE, partial(self._abort_now, {"kind": "error", "text": text}))
 
     def _abort_now(self, cause: Facts) -> None:
         self._grace = HASTE
-        self._authority.abort(cause)
-        self._monitor.kill(self._watched - self._channels.keys())  # the message cannot reach them
+        for session in self._sessions.values():
+            session.authority.abort(cause)
+        connected = [rank for session in self._sessions.values() for rank in session.channels]
+        self._monitor.kill(self._watched.difference(connected))  # the message cannot reach them
 
-    def _start_deadline(self) -> None:
-        self.loop.later(self.spec.deadline, partial(self._authority.on_deadline, self.spec.deadline))
+    def _start_deadline(self, session: Session) -> None:
+        deadline = self.spec.deadline if session is self._first else REJOIN
+        self.loop.later(deadline, partial(session.authority.on_deadline, deadline))
 
     def _close(self) -> None:
         self._listener.close()
-        self._authority.close()
-        for channel in self._rank_of:
+        for session in self._sessions.values():
+            session.close()
+        for channel in self._owner_of:
             channel.close()
         self._monitor.close()
-        self._memories.close()
 
     def _on_exit(self, rank: int, ending: Ending) -> None:
         """Messages that a rank sent before its end count, even if they are read after it."""
-        if rank in self._channels:
-            self._read(self._channels[rank])
+        for session in list(self._sessions.values()):
+            if rank in session.channels:
+                self._read(session.channels[rank])
         self.endings[rank] = ending
-        self._authority.on_exit(rank, str(ending), ending.code)
+        for session in self._sessions.values():
+            session.leave(rank)
+            session.authority.on_exit(rank, str(ending), ending.code)
+
+    # Sessions
+
+    def _session(self, number: int) -> Session:
+        """The session of this number; the next one begins with the first rank that joins again."""
+        if number not in self._sessions:
+            if number != self.spec.session + len(self._sessions):
+                raise Stranger(f"it joins session {number}, but the next one is {len(self._sessions)}")
+            session = self._sessions[number] = Session(self.ranks)
+            session.authority = self._membership(session, AGAIN)
+            self._start_deadline(session)
+            for rank, ending in self.endings.items():
+                session.authority.on_exit(rank, str(ending), ending.code)
+            if self.cause is not None:
+                session.authority.abort(self.cause)
+        return self._sessions[number]
+
+    def _membership(self, session: Session, *absent: str) -> Membership:
+        return Membership(self.spec.size, partial(self.send, session=session), self.spec.pending_ranks, *absent)
 
     # Control channels
 
     def _admitted(self, sock: socket.socket, _: bytes) -> None:
         channel = ControlChannel(sock)
-        self._rank_of[channel] = None
+        self._owner_of[channel] = None
         self.loop.on_readable(channel, partial(self._read, channel))
 
     def _read(self, channel: ControlChannel) -> None:
@@ -240,38 +241,44 @@ class Watcher:
             self._close_channel(channel)
 
     def _close_channel(self, channel: ControlChannel) -> None:
-        rank = self._rank_of.pop(channel)
-        if rank is not None:
-            del self._channels[rank]
+        owner = self._owner_of.pop(channel)
+        if owner is not None:
+            session, rank = owner
+            del session.channels[rank]
         self.loop.remove(channel)
         channel.close()
 
     def _on_message(self, channel: ControlChannel, kind: str, fields: Fields) -> None:
-        rank = self._rank_of[channel]
-        if rank is None:
+        owner = self._owner_of[channel]
+        if owner is None:
             self._on_hello(channel, kind, fields)
-        elif kind == "memory":
-            file, error = self._memories.ask(self.spec.hosts[rank], fields["name"], fields["nbytes"])
+            return
+        session, rank = owner
+        if kind == "memory":
+            file, error = session.memories.ask(self.spec.hosts[rank], fields["name"], fields["nbytes"])
             channel.send("memory", {"name": fields["name"], "error": error}, file=file)
         elif kind == "lines":
             if self._on_lines is not None:
                 self._on_lines(fields["rows"])
         else:
-            self._authority.on_message(rank, kind, fields)
+            if kind == "left":
+                session.leave(rank)
+            session.authority.on_message(rank, kind, fields)
 
     def _on_hello(self, channel: ControlChannel, kind: str, fields: Fields) -> None:
         rank = fields.get("rank")
         if kind != "hello" or rank not in self.ranks:
             raise Stranger(f"its first message is {kind!r} of rank {rank}, which is not a rank of this host")
-        if rank in self._channels:
+        session = self._session(fields.get("session", self.spec.session))
+        if rank in session.channels:
             raise Stranger(f"it claims to be rank {rank}, which is connected already")
-        if self._patient and not self._channels:
+        if self._patient:
             self._patient = False
-            self._start_deadline()
-        self._rank_of[channel], self._channels[rank] = rank, channel
+            self._start_deadline(self._first)
+        self._owner_of[channel], session.channels[rank] = (session, rank), channel
         if rank not in self._watched:
             self.watch(rank, fields["pid"])
-        self._authority.on_message(rank, kind, fields)
+        session.authority.on_message(rank, kind, fields)
 
 
 def _listen(name: str) -> socket.socket:

@@ -144,6 +144,11 @@ class Link:
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_WR)
 
+    def close(self) -> None:
+        """Close the socket, which no thread may be using."""
+        self._open = False
+        self.sock.close()
+
     # -- receiving, in the reader's thread only ---------------------------------------------------
 
     def read(self) -> bool:

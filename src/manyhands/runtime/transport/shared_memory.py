@@ -162,6 +162,12 @@ class HostLocks:
                 found = self._known.setdefault(name, HostLock(self._file, name, self._waited))
         return found
 
+    def close(self) -> None:
+        """Close the file of the mutexes, none of which may be in use."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
 
 class Buffers:
     """Byte buffers that are reused: of each kind at most as many as are in use at the same time.

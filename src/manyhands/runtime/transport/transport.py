@@ -24,6 +24,7 @@ from manyhands.runtime.transport.activity import Ended, RealActivity, later
 from manyhands.runtime.transport.flow_control import Channels, InFlight, PendingAcks
 from manyhands.runtime.transport.links import Link
 from manyhands.runtime.transport.mailbox import ActivityTimes, RealMessage, ThreadedMailbox
+from manyhands.runtime.transport.resources import Resources
 from manyhands.runtime.transport.shared_memory import HostLocks, Memory
 from manyhands.runtime.transport.tensor_transfer import OutgoingTensors, TensorTransfer, plain
 from manyhands.runtime.transport.torch_collectives import TorchCollective
@@ -61,10 +62,11 @@ class RealTransport:
         self._main = self._local.activity = ActivityTimes()
         self._working: list[threading.Thread] = []
         reader, writer = self.reader.start("manyhands reader"), self._writer.start("manyhands writer")
-        self._threads = [self.control.thread, reader, writer]
+        self.resources = Resources(self.control.thread, reader, writer)
+        self.resources.closes(self._writer.close, self.reader.close, self._locks.close, self.control.close)
         self._closing: dict[int, str] = {}
         """Why a rank is lost, by rank, while its socket is drained; empty if only its socket has closed so far."""
-        self._has_left = self._has_failed = False
+        self.has_left = self._has_failed = False
         self._ending = threading.Lock()
         self.native_groups: dict[str, object] = {}
         self._began = time.monotonic()
@@ -74,6 +76,7 @@ class RealTransport:
     def attach(self, peer: int, sock: socket.socket) -> None:
         """Exchange messages with this peer over an authenticated socket."""
         link = self._links[peer] = Link(peer, sock, self, self._writer)
+        self.resources.closes(link.close)
         self._mailbox.joined(peer)
         self._channels.reopen(peer)
         self.reader.post(lambda: self.reader.on_readable(link, partial(self._read, link)))
@@ -189,7 +192,7 @@ class RealTransport:
         reported = self._closing.setdefault(peer, "")
         if reported:
             self._lose(peer, reported)
-        elif peer not in self._mailbox.gone:
+        elif peer not in self._mailbox.gone and not self.has_left:
             later(VERDICT if "garbage" not in why else 0.0, lambda: self._lose(peer, why))
 
     # -- losses -----------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ class RealTransport:
     def fail(self, error: BaseException) -> None:
         """End the run of all ranks with `error`. The lock makes `leave` wait until the watcher has been informed."""
         with self._ending:
-            if not self._has_left and not self._has_failed:
+            if not self.has_left and not self._has_failed:
                 self._has_failed = True
                 self.control.failed(error)
             self._stop(error)
@@ -261,7 +264,7 @@ class RealTransport:
                 self._stop(error)
 
         started = RealActivity(run, getattr(activity, "__name__", "activity"))
-        self._threads.append(started.thread)
+        self.resources.threads.append(started.thread)
         if not daemon:
             self._working.append(started.thread)
         return started
@@ -279,7 +282,7 @@ class RealTransport:
             link.flush()
 
     def leave(self) -> None:
-        if self._has_left:
+        if self.has_left:
             return
         for thread in self._working:
             thread.join()
@@ -289,7 +292,7 @@ class RealTransport:
             self._channels.wait_until_acknowledged(1.0)
         with self._ending:
             self._mailbox.check()
-            self._has_left = True
+            self.has_left = True
         for link in list(self._links.values()):
             link.send([wire.pack_leave()])
         self.flush()
@@ -298,13 +301,11 @@ class RealTransport:
 
     def close(self) -> None:
         """End all threads: one that still runs while the interpreter shuts down would crash the process."""
-        ends = time.monotonic() + DRAIN
         self._stop(Ended())
         self.reader.stop()
         self._writer.stop()
         self.control.shut_down()
-        for thread in self._threads:
-            thread.join(max(0.0, ends - time.monotonic()))
+        self.resources.close(DRAIN)
 
     def now(self) -> float:
         return time.monotonic() - self._began

@@ -69,7 +69,8 @@ class Sandblaster(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="continues", servers=True)
+        several = "a line search computes the loss at several points in one step"
+        return Traits(lockstep=True, on_worker_loss="continues", servers=True, may_end_early=True, needs_step=several)
 
     def __post_init__(self) -> None:
         refuse_unless(0 < self.lr < math.inf, "lr", self.lr, "> 0 and finite")

@@ -1,0 +1,164 @@
+"""LoopGradients: the gradients of a model whose backward passes the user's own loop starts.
+
+    backward      p.grad is a view of the flat gradient: a later backward pass of the same step adds to it
+    in between    the user clips, scales or replaces p.grad
+    step          the gradients of the optimizer's parameters are complete
+
+For a method that averages gradients, p.grad must be the mean over all workers as soon as the user looks at it, as in
+DDP. It is a `PendingGradient` until then: the first operation on any of them averages all. Inside a backward pass and
+inside `accumulate` it is the worker's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.core.errors import ManyhandsError, Refused
+from manyhands.core.flat import Flat, ParamSlot
+from manyhands.core.port import inside_backward
+
+FACTS = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "layout", "is_sparse", "requires_grad", "grad_fn", "is_leaf", "ndim")
+)
+"""What can be asked of a gradient without its numbers."""
+
+
+class PendingGradient(Tensor):
+    """A gradient that is averaged over all workers when it is first used."""
+
+    settle: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in FACTS:
+            for gradient in _pending(args):
+                gradient.settle()
+                break  # the first one averages all
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _pending(args: Iterable[Any]) -> Iterable[PendingGradient]:
+    for one in args:
+        if isinstance(one, PendingGradient):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from _pending(one)
+
+
+class LoopGradients:
+    """The state of every parameter's gradient between two steps.
+
+    Args:
+        flat: the model's parameters and gradients.
+        average: replaces the flat gradient by the mean over all workers; None if the method does not.
+    """
+
+    def __init__(self, flat: Flat, average: Callable[[], None] | None) -> None:
+        self._flat = flat
+        self._average = average
+        self._own: set[ParamSlot] = set()
+        """Arrived since the last step, and not averaged."""
+        self._averaged: set[ParamSlot] = set()
+        self._used: set[ParamSlot] = set()
+        """Those that an optimizer has stepped by, until a new gradient replaces them."""
+        self.accumulates = False
+        """Whether further backward passes of the same step are to come."""
+        self._views = [self._view(slot) for slot in flat.slots]
+        flat.receive = self._receive
+
+    def _view(self, slot: ParamSlot) -> Tensor:
+        plain = self._flat.gradient_of(slot)
+        if self._average is None:
+            return plain
+        pending = torch.Tensor._make_subclass(PendingGradient, plain)
+        pending.settle = self._settle_on_use
+        return pending
+
+    def _settle_on_use(self) -> None:
+        if not (self.accumulates or inside_backward()):
+            self.settle()
+
+    def _receive(self, slot: ParamSlot, p: Tensor) -> None:
+        """Inside a backward pass: show the gradient as a view of the flat one."""
+        view = self._views[slot.param_id]
+        plain = self._flat.gradient_of(slot)
+        assert p.grad is not None
+        adds = p.grad is view or p.grad is plain
+        if adds and slot in self._used:
+            raise ManyhandsError(
+                f"the gradient of {slot.name} was not cleared after optimizer.step(): call optimizer.zero_grad()"
+            )
+        if adds and slot in self._averaged:
+            raise ManyhandsError(
+                f"the gradient of {slot.name} was used, which averages it over all workers, before another backward "
+                "pass of the same step: put all but the last backward pass into `with hands.accumulate():`"
+            )
+        if not adds:
+            if p.grad.is_sparse:
+                plain.zero_().add_(p.grad)
+            else:
+                plain.copy_(p.grad)
+            p.grad = view
+        self._own.add(slot)
+        self._averaged.discard(slot)
+        self._used.discard(slot)
+
+    def settle(self) -> None:
+        """Average all gradients that have arrived, at the first call after a backward pass."""
+        if self._average is None or not self._own:
+            return
+        for slot in self._own:
+            self._keep_replaced(slot)
+        self._flat.mark(sorted(self._own, key=lambda slot: slot.param_id))
+        self._flat.close()
+        self._averaged |= self._own
+        self._own.clear()
+        self._average()
+        untouched = self._flat.untouched()
+        for slot in self._flat.slots:
+            if slot.param_id not in untouched:
+                self._flat.parameter(slot).grad = self._flat.gradient_of(slot)
+                self._averaged.add(slot)
+
+    def take(self, params: Collection[Tensor]) -> list[ParamSlot]:
+        """The parameters of an optimizer that have a gradient, which is complete and in place now."""
+        mine = {id(p) for p in params}
+        slots = [slot for slot in self._flat.slots if id(self._flat.parameter(slot)) in mine]
+        found = []
+        for slot in slots:
+            p = self._flat.parameter(slot)
+            if p.grad is None:
+                self._own.discard(slot)
+            elif slot in self._used:
+                raise Refused(
+                    f"optimizer.step() was called again, but {slot.name} has no new gradient: call backward() before"
+                )
+            else:
+                self._keep_replaced(slot)
+                found.append(slot)
+        return found
+
+    def _keep_replaced(self, slot: ParamSlot) -> None:
+        """Copy a gradient that the user has put in place of ours into the flat one."""
+        grad, plain = self._flat.parameter(slot).grad, self._flat.gradient_of(slot)
+        if grad is not None and grad is not plain and grad is not self._views[slot.param_id]:
+            plain.copy_(grad)
+
+    def set_aside(self, taken: Collection[ParamSlot]) -> None:
+        """Move the gradients of other optimizers, which are for a later step, out of the flat one."""
+        for slot in self._own.difference(taken):
+            p = self._flat.parameter(slot)
+            if p.grad is not None:
+                p.grad = p.grad.clone()
+
+    def used(self, slots: Iterable[ParamSlot]) -> None:
+        """An optimizer has stepped by these gradients."""
+        self._used.update(slots)
+        self._own.difference_update(slots)
+        self._averaged.difference_update(slots)

@@ -1,0 +1,179 @@
+"""Prepared: a user's model and optimizers, with a strategy between `loss.backward()` and the next forward pass.
+
+    model(x)            the first pass of a step: the strategy runs until it asks for a gradient (a pull, say)
+    loss.backward()     gradients arrive
+    clip, look at it    in a method that averages gradients, p.grad is the mean now
+    optimizer.step()    the strategy runs to the end of its step
+
+Who moves the weights depends on the method:
+
+    equal replicas      every worker has the same mean gradient (bsp, topk-sgd): the user's own optimizer, as in DDP
+    all others          the strategy, where the weights are (a server, a peer, this worker), by a rule that is made of
+                        the user's optimizer, with its options as they are at this step (live_optimizers.py)
+
+Only hooks that torch has for this are used: the user's model and optimizer remain the objects that they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.loop_gradients import LoopGradients
+from manyhands.core.loop_worker import LoopWorker
+from manyhands.core.port import Transport
+from manyhands.core.rule import Rule
+from manyhands.core.strategy import Strategy
+from manyhands.rules.optimizer import refuse_unknown
+from manyhands.run.handover import Handover
+from manyhands.run.live_optimizers import LiveOptimizers
+from manyhands.run.training import Training
+
+SCHEDULERS = LRScheduler, ReduceLROnPlateau
+
+
+@dataclass(frozen=True)
+class LoopObjects:
+    """What a user passes to `prepare`, by kind."""
+
+    models: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    loaders: list[DataLoader[Any]]
+
+    @classmethod
+    def of(cls, objects: Sequence[Any]) -> LoopObjects:
+        """Sort them; refused if one is of another kind, or a model or an optimizer is missing."""
+        kinds = nn.Module, torch.optim.Optimizer, DataLoader, SCHEDULERS
+        for one in objects:
+            if not isinstance(one, kinds):
+                raise Refused(
+                    f"prepare was given a {type(one).__name__}, but takes models, optimizers, loaders and schedulers"
+                )
+        found = cls(*([one for one in objects if isinstance(one, kind)] for kind in kinds[:3]))  # type: ignore[arg-type]
+        refuse_unless(bool(found.models), "the number of models to prepare", 0, ">= 1")
+        refuse_unless(bool(found.optimizers), "the number of optimizers to prepare", 0, ">= 1")
+        return found
+
+
+class Prepared:
+    """The models and optimizers of a user's loop on one rank.
+
+    Args:
+        transport: connects this rank with the others.
+        models: trained together; they may be several, such as an actor and a critic.
+        optimizers: each steps by itself; together they have all parameters of the models.
+        strategy: the method.
+        seed: determines everything random.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        strategy: Strategy,
+        seed: int,
+    ) -> None:
+        if strategy.traits.needs_step:
+            raise Refused(
+                f"a {type(strategy).__name__} cannot be trained by a loop that calls backward() itself: "
+                f"{strategy.traits.needs_step}; use hands.step(x, y)"
+            )
+        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._own_step = strategy.traits.equal_replicas
+        self._optimizers = optimizers
+        named = dict(self._model.named_parameters())
+        refuse_unknown(optimizers, named)
+        self._live = None if self._own_step else LiveOptimizers(optimizers, named)
+        rule: Rule = Handover() if self._live is None else self._live.rule
+        self.training = Training(transport, self._model, None, strategy, rule, seed, LoopWorker)
+        assert isinstance(self.training.worker, LoopWorker)
+        self.worker: LoopWorker = self.training.worker
+        self._models = models
+        self._handles: list[Any] = []
+
+    def begin(self, batch_size: int) -> None:
+        """Set up with all other ranks; a server rank serves here until the workers have ended."""
+        self.training.begin(batch_size, 0)
+        if self.worker.transport.role != "worker":
+            return
+        self.worker.drive(self.training.run.step)
+        self._gradients = LoopGradients(self.worker.flat, self._average if self._own_step else None)
+        for model in self._models:
+            self._handles.append(model.register_forward_pre_hook(self._before_forward))
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """The first forward pass of a step that is to be trained by."""
+        if model.training and torch.is_grad_enabled() and not self.training.shows_answer:
+            if not self._own_step:  # it may wait for other workers before it has a gradient
+                self.training.position.at_step()
+            self.worker.request()
+
+    def _average(self) -> None:
+        """The gradient of this step is complete: let the strategy replace it by the mean of all workers."""
+        self.training.position.at_step()
+        self.worker.supply()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(one is not None for one in (*args[1:], *kwargs.values())):
+            raise Refused("optimizer.step() was given a closure, but must have none: it would compute other gradients")
+        self.training.refuse_within_answer("optimizer.step()")
+        if self._live is not None:
+            self.training.position.at_step()
+            self.worker.request()  # from then on the flat gradient may be written
+        self._gradients.settle()
+        self._taken = self._gradients.take([p for group in optimizer.param_groups for p in group["params"]])
+        if not self._own_step:
+            for slot in self._taken:  # so that torch's own step, which comes next, moves nothing
+                self.worker.flat.parameter(slot).grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._live is not None:
+            self._supply(self._live)
+        self._gradients.used(self._taken)
+
+    @torch.no_grad()
+    def _supply(self, live: LiveOptimizers) -> None:
+        """Give the strategy the gradients of the optimizer that steps, and the options of all groups."""
+        flat = self.worker.flat
+        self.worker.options = live.options.values = live.row()
+        self._gradients.set_aside(self._taken)
+        flat.mark(self._taken)
+        flat.close()
+        self.worker.supply()
+        for slot in self._taken:
+            flat.parameter(slot).grad = flat.gradient_of(slot)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in here are not the last of their step: gradients remain this worker's own."""
+        self._gradients.accumulates = True
+        try:
+            yield
+        finally:
+            self._gradients.accumulates = False
+
+    def end(self) -> bool:
+        """Leave the user's objects as they were, finish, load the answer; whether this rank was the lead."""
+        self.release()
+        return self.training.end()
+
+    def release(self) -> None:
+        """Remove all hooks, and end a step that will get no gradient."""
+        for handle in self._handles:
+            handle.remove()
+        if self._handles:
+            self._handles.clear()
+            self.worker.abandon()
