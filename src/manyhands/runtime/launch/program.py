@@ -1,8 +1,7 @@
 """The program of a launch, as the launching process sends it to the processes that it starts.
 
-    script, module        pickle: functions by name; every process imports the file that has them
-    notebook cell,        cloudpickle: functions and classes of `__main__` by value, because no file has them;
-    prompt, stdin         those of modules by name
+    by name     pickle: functions and classes of modules, and of a script; every process imports the file that has them
+    by value    cloudpickle, if they are in no file (a notebook's cell, a prompt, stdin), or have no name (lambdas)
 
 The bytes are sent through a pipe to our own child processes only: they are neither stored nor sent to another host.
 """
@@ -26,12 +25,15 @@ FAILURES = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def pickled(program: object) -> bytes:
-    """The program for other processes; refused if it has parts that cannot be sent."""
-    if not is_interactive():
-        try:
-            return pickle.dumps(program)
-        except FAILURES as error:
-            raise Refused(f"the program cannot be pickled for other processes ({error}): {TOP_LEVEL}") from None
+    """The program for other processes: by name where that is possible, else by value; refused if neither is."""
+    try:
+        by_name = pickle.dumps(program)
+    except FAILURES:
+        return _by_value(program)
+    return _by_value(program) if _is_interactive() and b"__main__" in by_name else by_name
+
+
+def _by_value(program: object) -> bytes:
     import cloudpickle  # only here: importing it takes 17 ms
 
     try:
@@ -40,8 +42,8 @@ def pickled(program: object) -> bytes:
         raise Refused(f"the program cannot be sent to other processes ({error}): {IN_A_FILE}") from None
 
 
-def is_interactive() -> bool:
-    """Whether `__main__` may have functions that no file has: in a notebook, at a prompt, or read from stdin."""
+def _is_interactive() -> bool:
+    """Whether `__main__` may have functions that no file has."""
     return hasattr(sys, "ps1") or _file_of_main() is None
 
 
