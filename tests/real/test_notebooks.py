@@ -1,13 +1,18 @@
 """Cells of a notebook: real workers train what they define. IPython runs them as the kernel of a notebook does."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.timeout(120)
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "notebooks.md"
 
 TASK = """
 import json, sys
@@ -133,3 +138,13 @@ def test_a_loop_in_a_cell_is_a_job_of_one_worker(cells):
     assert said == [
         "manyhands: no launcher, so this is a job of one worker; `manyhands run -n 4 script.py` starts four"
     ]
+
+
+def test_the_cells_of_the_page_on_notebooks_work(cells, monkeypatch):
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    page = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    checks = "assert len(ranking) == 2 and len(each_run) == 2 and set(steps['rank']) == {0, 1}"
+    printed, _ = cells(*page[:2], checks, *page[2:])
+    assert len(page) == 6
+    assert sum("Result: " in line for line in printed) == 2, "that of the first cell and that of the named task"
+    assert sorted(line[-13:] for line in printed[-2:]) == ["worker 0 of 2", "worker 1 of 2"]

@@ -66,7 +66,7 @@ def test_a_run_has_one_bar_that_ends_full(shown):
     outputs, errors = shown(BAR)
     assert is_one_output(outputs) and errors == ""
     html = [data["text/html"] for *_, data in outputs]
-    assert html[0].startswith('<div>ssp on &lt;digits&gt; <progress value="0.0000" max="1"></progress> 0%')
+    assert html[0].startswith('<div>ssp on &lt;digits&gt; <progress value="0.0000" max="1"></progress> 0%</div>')
     assert '<progress value="1.0000" max="1"></progress> 100%  loss 0.5000' in html[-1]
     assert outputs[-1][2]["text/plain"].startswith("ssp on <digits>  100%  loss 0.5000")
 

@@ -4,10 +4,12 @@ import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import manyhands
 from manyhands.core.errors import Refused
 from manyhands.runtime.launch.program import pickled, without_imaginary_main
 
@@ -75,6 +77,11 @@ def test_a_script_whose_functions_have_names_does_not_wait_for_cloudpickle(tmp_p
     ]
     script.write_text("\n".join(lines))
     assert subprocess.run([sys.executable, script], timeout=60).returncode == 0
+
+
+def test_only_the_launch_sends_code_by_value():
+    files = Path(manyhands.__file__).parent.rglob("*.py")
+    assert [path.name for path in files if "import cloudpickle" in path.read_text(encoding="utf-8")] == ["program.py"]
 
 
 def test_a_file_that_does_not_exist_is_hidden_from_new_processes_only_while_they_start(monkeypatch, tmp_path):

@@ -52,7 +52,7 @@ class NotebookBar(Bar):
         if self.output is None:
             return
         share = self.tally.samples / max(1, self.tally.total)
-        words = f"{share:.0%}  {self.words()}"
+        words = f"{share:.0%}  {self.words() if share else ''}".strip()
         bar = f'<progress value="{share:.4f}" max="1"></progress>'
         self.drawn = time.monotonic()
         self.output.show(f"<div>{escape(self._name)} {bar} {escape(words)}</div>", f"{self._name}  {words}")
