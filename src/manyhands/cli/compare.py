@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from manyhands.cli.options import CommonOptions, fill, option, read_method
+from manyhands.cli.options import CommonOptions, option
 from manyhands.cli.output import print_json, print_table
-from manyhands.cli.train import build, check, engine, folder, printed_warnings
+from manyhands.cli.train import check, engine, folder, printed_warnings
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.method_text import read_knobs
 from manyhands.report.theme import bytes_text, count_text, number_text, seconds_text, share_text
 
 if TYPE_CHECKING:
-    from manyhands.cli.index import Method
     from manyhands.core.strategy import Strategy
     from manyhands.engines.local import Local
     from manyhands.report.measures import Target
@@ -64,23 +64,17 @@ def run(argv: Sequence[str]) -> int:
         raise Refused("name the methods first: manyhands compare METHOD...; manyhands list shows all methods")
     for name in ("seeds", "evaluations"):
         refuse_unless(getattr(options, name) >= 1, name, getattr(options, name), ">= 1")
-    chosen = {text: knobs_of(text) for text in options.methods}
+    chosen = {text: read_knobs(text) for text in options.methods}
     if len(chosen) < len(options.methods):
         raise Refused("a method is named twice, but must be named once, or with different knobs")
     on = engine(options)
-    from manyhands.core.recipe import spelled  # imports torch
+    from manyhands.run.methods import strategy_of  # imports torch
 
-    strategies = [spelled(build(method, knobs), text) for text, (method, knobs) in chosen.items()]
+    strategies = [strategy_of(text) for text in chosen]
     with printed_warnings(once=True):
         found = compared(strategies, options, on)
     print_json(facts(found)) if options.json else show(found)
     return 0 if any(row["failed"] < row["seeds"] for row in found.rows) else 1
-
-
-def knobs_of(text: str) -> tuple[Method, dict[str, Any]]:
-    """The method and the knobs that a text such as `ssp:staleness=3` names."""
-    method, settings = read_method(text)
-    return method, fill(method, settings)[0]
 
 
 def compared(strategies: Sequence[Strategy], options: CompareOptions, on: Local | Cluster) -> Comparison:
