@@ -87,7 +87,11 @@ def start(options: ScriptOptions, arguments: Sequence[str]) -> int:
     from manyhands.run.script_record import run_recorded  # imports torch
 
     adapters = [name.strip() for name in (options.adapters or "").split(",") if name.strip()]
-    return run_recorded(options.script, arguments, options.out, adapters=adapters, settings=settings, **chosen)
+    out = options.out
+    code, failure = run_recorded(options.script, arguments, out, adapters=adapters, settings=settings, **chosen)
+    if failure is not None and not code:
+        logging.getLogger("manyhands").warning("no result was recorded in %s: %s", out, failure)
+    return code
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

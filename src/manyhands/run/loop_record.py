@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -86,20 +87,25 @@ class LoopLines:
 
     def add(self, line: Line) -> None:
         """Take a line of the life cycle; that of a step is held back until the next one."""
+        if line["kind"] == "step":
+            self._complete(line)
         if not self._has_header:
             self._has_header = True
-            self._write(self._header())
-        if line["kind"] != "step":
-            if line["kind"] == "memory":
-                self.seconds = self._training.worker.transport.now()
-            self._write(line)
+            self._write(self._header(line.get("samples", self._training.worker.batch_size)))
+        if line["kind"] == "step":
+            self.release()
+            self._last = line
             return
-        self.release()
+        if line["kind"] == "memory":
+            self.seconds = self._training.worker.transport.now()
+        self._write(line)
+
+    def _complete(self, line: Line) -> None:
+        """Add to a step what only the user's loop knows."""
         if self.samples:
             line["samples"], self.samples = self.samples, 0
         if self._loss is not None:
             line["loss"], self._loss = self._loss, None
-        self._last = line
 
     def release(self) -> None:
         """Write the line that was held back."""
@@ -117,7 +123,7 @@ class LoopLines:
         else:
             raise Refused("a loss was recorded outside all steps, but belongs to one: give it another name, or step")
 
-    def _header(self) -> Line:
+    def _header(self, batch_size: int) -> Line:
         """What this rank knows of the run; the launching process adds the rest."""
         w, strategy = self._training.worker, self._training.strategy
         t, traits, steps = w.transport, strategy.traits, w.steps or None
@@ -132,7 +138,7 @@ class LoopLines:
             "seed": w.seed,
             "start": 0,
             "steps": steps,
-            "batch_size": w.batch_size,
+            "batch_size": batch_size,
             "evaluate_every": None,
             "remarks": list(strategy.remarks(steps)) if steps else [],
             "participants": [{"role": role, "rank": rank, "host": t.hosts[rank]} for rank, role in enumerate(t.roles)],
@@ -164,6 +170,8 @@ class LoopRecord(LoopCollectives):
         way, or of its last one. `accuracy` on the lead is an evaluation, which reports and `compare --target` read.
         """
         found = {name: _number(name, value) for name, value in numbers.items()}
+        if self._joined is None or not self._joined.has_begun:
+            raise Refused("record was called before training began: call it after prepare, share or the first step")
         if self._lines is None or self._observe is None:
             return
         if "loss" in found and not self._ended:
@@ -228,7 +236,7 @@ class LoopRecord(LoopCollectives):
 
 def _number(name: str, value: object) -> float | None:
     """A number for the record; refused if it is none, or not finite."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         raise Refused(f"{name} is a {type(value).__name__}, but must be a number, a tensor with one number, or None")

@@ -10,7 +10,6 @@ own, with a record of its own.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,10 +24,8 @@ from manyhands.report.progress import Progress
 from manyhands.report.record import FORMAT, Record
 from manyhands.run.result import final_loss
 from manyhands.run.train import error_footer
-from manyhands.runtime.launch.launch import run_script
+from manyhands.runtime.launch.launch import NO_SETTINGS, run_script
 from manyhands.runtime.launch.script_settings import ScriptSettings
-
-log = logging.getLogger("manyhands")
 
 
 class ScriptFailed(ManyhandsError):
@@ -133,6 +130,8 @@ class ScriptRecord:
     def __init__(self, out: Path, make: Callable[[Path], JoinRecord]) -> None:
         self._out, self._make = out, make
         self._joins: dict[int, JoinRecord] = {0: make(out)}
+        self.error: BaseException | None = None
+        """Why the script failed, known at its end."""
 
     def lines(self, rows: Any) -> None:
         """Take what a rank has sent for one of its joins."""
@@ -147,10 +146,9 @@ class ScriptRecord:
             error = ScriptFailed(f"the script ended with exit code {code}")
         *former, last = (self._joins[session] for session in sorted(self._joins))
         for join in former:
-            join.close(None if join.has_result else error or _incomplete())
-        if not last.has_begun and error is None:
-            log.warning("no record was written: the script did not train")
-        last.close(error or (None if last.has_result else _incomplete()), lost)
+            join.close(None if join.has_result else _incomplete())
+        self.error = error or (None if last.has_result else _incomplete())
+        last.close(self.error, lost)
 
     def interrupted(self, error: BaseException) -> None:
         """The run was stopped from outside."""
@@ -158,7 +156,7 @@ class ScriptRecord:
 
 
 def _incomplete() -> ScriptFailed:
-    return ScriptFailed("the script ended without a result")
+    return ScriptFailed("the script ended without training: it has called neither step nor prepare")
 
 
 def run_recorded(
@@ -168,18 +166,17 @@ def run_recorded(
     *,
     adapters: Sequence[str] = (),
     progress: Progress | None = None,
-    settings: ScriptSettings | None = None,
+    settings: ScriptSettings = NO_SETTINGS,
     link: str = "shm",
     **how: Any,
-) -> int:
-    """Run a script as `run_script` does, and write its record; the exit code."""
+) -> tuple[int, BaseException | None]:
+    """Run a script as `run_script` does, and write its record; the exit code, and why it gave no result."""
     refuse_unknown(adapters)
     facts = {"task": script.name, "world": "real", "link": link, "cluster": None}
     record = ScriptRecord(out, lambda folder: JoinRecord(folder, facts, adapters, progress))
     try:
-        return run_script(
-            str(script), arguments, link=link, settings=settings or ScriptSettings(), observer=record, **how
-        )
+        code = run_script(str(script), arguments, link=link, settings=settings, observer=record, **how)
     except BaseException as error:
         record.interrupted(error)
         raise
+    return code, record.error
