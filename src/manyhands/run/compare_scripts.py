@@ -56,7 +56,7 @@ def compare_scripts(
             folder = run_folder(out, method, f"seed-{seed}")
             run = _run(script, arguments, method, seed, folder, watch, workers=workers, **how)
             runs.append(run)
-            notes += [note for note in _notes(run, seed, folder) if note not in notes]
+            notes += [note for note in notes_on(run, seed, folder) if note not in notes]
     return with_report(Comparison(script.name, target, ranking(runs, target), runs, notes), out, png)
 
 
@@ -75,7 +75,7 @@ def _run(
     return run
 
 
-def _notes(run: RecordedRun, seed: int, folder: Path) -> list[str]:
+def notes_on(run: RecordedRun, seed: int, folder: Path) -> list[str]:
     """What a reader of the comparison must know about this run."""
     found = []
     if run.seed != seed:

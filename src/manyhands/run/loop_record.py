@@ -54,7 +54,7 @@ class LineSender:
                 return
         self._buffer.send()
         if line["kind"] not in STEPWISE:
-            self._has_ended = line["kind"] == "rank_end"
+            self._has_ended = self._has_ended or line["kind"] == "rank_end"
             self._send(line["kind"], encoded(line))
 
     def _send(self, kind: str, parcel: bytes) -> None:
@@ -241,4 +241,4 @@ def _number(name: str, value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | None):
         raise Refused(f"{name} is a {type(value).__name__}, but must be a number, a tensor with one number, or None")
     refuse_unless(value is None or math.isfinite(value), name, value, "finite, or None if it is unknown")
-    return value
+    return value if value is None or isinstance(value, int) else float(value)
