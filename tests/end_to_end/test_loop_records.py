@@ -1,6 +1,7 @@
 """The record of a user's own loop in virtual time: its lines, and the numbers that the loop adds."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from manyhands.report.adapters import Scalars
 from manyhands.report.measures import Target, totals
 from manyhands.report.reading import of_lines
 from manyhands.report.record import FORMAT
+from manyhands.run import compare_scripts, script_record
 from manyhands.run.compare_scripts import notes_on
 from manyhands.run.join import Hands
 from manyhands.run.script_record import JoinRecord, ScriptFailed, ScriptRecord
@@ -311,6 +313,7 @@ def test_a_comparison_says_what_a_script_leaves_out(tmp_path):
         "the script records neither loss nor accuracy: hands.record(loss=..., accuracy=...)"
     ]
     (tmp_path / "join-2").mkdir()
+    (tmp_path / "join-2" / "record.jsonl").touch()
     (same, several, _) = notes_on(found, 1, tmp_path)
     assert same.startswith("the script sets its seed itself") and several.startswith("the script joins several times")
 
@@ -321,3 +324,43 @@ def test_adapters_get_the_numbers_of_a_script():
     found = [pair for line in lines[0] if line["kind"] not in ("rank_end",) for pair in scalars(line)]
     assert {name for name, _ in found} == {"loss", "bytes", "lag", "wait", "compute/rank0", "accuracy", "epoch"}
     assert ("accuracy", 0.5) in found and ("epoch", 3.0) in found
+
+
+def test_a_comparison_runs_the_script_with_every_method_and_seed(tmp_path, monkeypatch):
+    given = []
+
+    def recorded(script, arguments, out, *, settings, **how):
+        given.append((str(out.relative_to(tmp_path)), settings.method, settings.seed, how["workers"], how["prints"]))
+        out.mkdir(parents=True)
+        written(out, run(mh.bsp(), prepared(noted), own=True))
+        return 0, None
+
+    monkeypatch.setattr(compare_scripts, "run_recorded", recorded)
+    found = compare_scripts.compare_scripts(Path("script.py"), ["-x"], ["bsp", "ssp:lr=0.1"], out=tmp_path, seeds=2)
+    assert given == [
+        ("bsp/seed-0", "bsp", 0, 2, False),
+        ("bsp/seed-1", "bsp", 1, 2, False),
+        ("ssp-lr=0.1/seed-0", "ssp:lr=0.1", 0, 2, False),
+        ("ssp-lr=0.1/seed-1", "ssp:lr=0.1", 1, 2, False),
+    ]
+    assert len(found.runs) == 4 and found.report == tmp_path / "report.html" and found.report.is_file()
+    assert len(found.notes) == 1 and found.notes[0].startswith("the script sets its seed itself")
+
+
+def test_a_record_of_an_earlier_run_does_not_survive_one_that_fails_to_begin(tmp_path, monkeypatch):
+    written(tmp_path / "out", run(mh.bsp(), stepped))
+
+    def fails(*_, observer, **__):
+        observer.ended(2, Refused("no such method"), ())
+        return 2
+
+    monkeypatch.setattr(script_record, "run_script", fails)
+    code, error = script_record.run_recorded(Path("script.py"), [], tmp_path / "out", workers=2)
+    assert (code, str(error)) == (2, "no such method")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "out").touch()
+    with pytest.raises(Refused, match="out, but must be a folder that can be written: File exists"):
+        script_record.run_recorded(Path("script.py"), [], tmp_path / "out", workers=2)

@@ -65,7 +65,6 @@ def _run(
 ) -> RecordedRun:
     """One run, read from its record; one without a record says why."""
     progress = None if watch is None else watch.run(method, seed, "")
-    (out / NAME).unlink(missing_ok=True)  # one of an earlier comparison in this folder
     settings = ScriptSettings(method, seed)
     how = {**how, "log_dir": out, "prints": False}
     _, error = run_recorded(script, arguments, out, settings=settings, progress=progress, **how)
@@ -80,7 +79,7 @@ def notes_on(run: RecordedRun, seed: int, folder: Path) -> list[str]:
     found = []
     if run.seed != seed:
         found.append("the script sets its seed itself, so its repetitions have the same one: mh.join without seed=")
-    if (folder / "join-2").exists():
+    if (folder / "join-2" / NAME).exists():
         found.append("the script joins several times: its first join is compared")
     if run.failure is None and not run.evaluations and all(line["loss"] is None for line in run.steps):
         found.append("the script records neither loss nor accuracy: hands.record(loss=..., accuracy=...)")

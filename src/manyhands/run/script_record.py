@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import ManyhandsError
+from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.core.record import Line, decoded
 from manyhands.report.adapters import adapters as listeners
 from manyhands.report.adapters import refuse_unknown
 from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress
-from manyhands.report.record import FORMAT, Record
+from manyhands.report.record import FORMAT, NAME, Record
 from manyhands.run.result import final_loss
 from manyhands.run.train import error_footer
 from manyhands.runtime.launch.launch import NO_SETTINGS, run_script
@@ -172,6 +173,7 @@ def run_recorded(
 ) -> tuple[int, BaseException | None]:
     """Run a script as `run_script` does, and write its record; the exit code, and why it gave no result."""
     refuse_unknown(adapters)
+    _clear(out)
     facts = {"task": script.name, "world": "real", "link": link, "cluster": None}
     record = ScriptRecord(out, lambda folder: JoinRecord(folder, facts, adapters, progress))
     try:
@@ -179,4 +181,17 @@ def run_recorded(
     except BaseException as error:
         record.interrupted(error)
         raise
+    finally:
+        with suppress(OSError):  # it is not empty
+            out.rmdir()
     return code, record.error
+
+
+def _clear(out: Path) -> None:
+    """Make the folder, and remove records of an earlier run: this one may end before it has any."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for old in (out / NAME, *out.glob(f"join-*/{NAME}")):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise Refused(f"out is {out}, but must be a folder that can be written: {error.strerror}") from None
