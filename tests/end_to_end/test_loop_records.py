@@ -364,3 +364,16 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "out").touch()
     with pytest.raises(Refused, match="out, but must be a folder that can be written: File exists"):
         script_record.run_recorded(Path("script.py"), [], tmp_path / "out", workers=2)
+
+
+def test_an_interrupted_script_says_so_in_its_record(tmp_path, monkeypatch):
+    def interrupted(*_, observer, **__):
+        for line in run(mh.bsp(), stepped)[0][:-1]:
+            observer.lines((0, "header" if line["kind"] == "header" else "lines", encoded(line)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script_record, "run_script", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        script_record.run_recorded(Path("script.py"), [], tmp_path, workers=2)
+    end = read(tmp_path)[-1]
+    assert (end["error"], end["error_kind"]) == ("interrupted", "KeyboardInterrupt")
