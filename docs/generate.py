@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from manyhands.cli.explain import trait_lines, traits_of
-from manyhands.cli.index import Knob, Method, methods
+from manyhands.core.method_index import Knob, Method, methods
 
 FOLDER = Path(__file__).resolve().parent / "methods"
 README = FOLDER.parents[1] / "README.md"

@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 
 import manyhands as mh
-from manyhands.cli.index import methods
 from manyhands.codecs import Half
+from manyhands.core.method_index import methods
 from manyhands.tasks import load
 
 METHODS = {name: getattr(mh, method.function) for name, method in methods().items()}

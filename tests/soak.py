@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from manyhands.cli.index import methods
+from manyhands.core.method_index import methods
 
 TESTS = Path(__file__).parent
 FAULTS = ["-x", *(TESTS / name for name in ("real/test_faults.py", "real/test_stops.py", "runtime/test_hostile.py"))]

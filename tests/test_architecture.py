@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from manyhands.cli.index import methods
+from manyhands.core.method_index import methods
 
 PACKAGE = Path(manyhands.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -64,7 +64,7 @@ def test_the_readme_has_a_row_for_every_method():
 
 
 def test_the_readme_says_of_every_family_what_a_dead_worker_means():
-    from manyhands.cli.index import methods
+    from manyhands.core.method_index import methods
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     part = text[text.index("## When a worker dies") :].partition("\n## ")[0]

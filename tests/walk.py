@@ -84,7 +84,8 @@ def install(folder):
 def walked(method, link, task):
     """Calls per step and worker, by file and function, in the order of the first call."""
     import manyhands as mh
-    from manyhands.cli.train import build, read
+    from manyhands.cli.train import read
+    from manyhands.run.methods import build
 
     recipe, knobs, _ = read([method])
     with tempfile.TemporaryDirectory() as folder:

@@ -82,6 +82,16 @@ def test_rates_are_tuned_with_the_same_budget_and_it_is_said(manyhands):
         (("bsp", "--target", "accuracy=95"), ["95", "<= 1"]),
         (("bsp", "--seeds", "0"), ["seeds is 0, but must be >= 1"]),
         (("bsp", "--cluster", "nowhere.toml"), ["nowhere.toml"]),
+        (("bsp", "--"), ["the script is missing after --"]),
+        (("bsp", "--", "nowhere.py"), ["there is no script nowhere.py"]),
+        (("--", "nowhere.py"), ["name the methods first"]),
+        (("bsp", "--task", "mnist", "--", "x.py"), ["--task", "left out", "the script is the task"]),
+        (("bsp", "--cluster=c.toml", "--", "x.py"), ["--cluster", "left out", "real processes"]),
+        (("bsp", "--virtual", "--", "x.py"), ["--virtual", "left out", "real processes"]),
+        (("bsp", "--epochs", "3", "--", "x.py"), ["--epochs", "left out", "the script decides"]),
+        (("bsp", "--batch_size", "3", "--", "x.py"), ["--batch-size", "left out", "the script decides"]),
+        (("bsp", "--tune", "--", "x.py"), ["--tune", "left out", "learning rates"]),
+        (("bsp", "--evaluations", "3", "--", "x.py"), ["--evaluations", "hands.record(accuracy=...)"]),
     ],
 )
 def test_nonsense_is_refused_in_one_line(manyhands, words, says):

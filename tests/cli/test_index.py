@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import pytest
 
 from manyhands.cli.explain import LABELS, facts, find, trait_lines, traits_of
-from manyhands.cli.index import PACKAGE, Loop, methods, read_card
 from manyhands.cli.options import RunOptions
+from manyhands.core.method_index import PACKAGE, Loop, methods, read_card
 
 RECIPES = '''
     """A family."""

@@ -2,9 +2,9 @@
 
 import pytest
 
-from manyhands.cli.parts import PartSpec, exported, read, split
 from manyhands.codecs import Feedback, TopK, WarmUp
 from manyhands.core.errors import Refused
+from manyhands.core.part_text import PartSpec, exported, read, split
 from manyhands.rules import Adagrad, Sgd
 
 

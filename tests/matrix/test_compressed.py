@@ -6,7 +6,7 @@ import pytest
 
 import manyhands as mh
 from every_method import METHODS, SAMPLES
-from manyhands.cli.index import methods
+from manyhands.core.method_index import methods
 from manyhands.tasks import load
 
 COMPRESSED = [name for name, method in methods().items() if method.family == "compressed"]

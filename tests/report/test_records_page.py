@@ -38,7 +38,7 @@ def test_every_field_of_virtual_runs_is_described(method):
     cluster = mh.Cluster(workers=2, stragglers=mh.Slow([0]))
     result = mh.train("digits", method(), cluster=cluster, steps=6, evaluate_every=3)
     assert unmentioned(result.records) == set()
-    assert {line["kind"] for line in result.records} == set(SHAPES)
+    assert {line["kind"] for line in result.records} == set(SHAPES) - {"numbers"}  # of a user's own loop
     assert misshapen(result.records) == set()
 
 
@@ -63,3 +63,18 @@ def test_a_failed_end_is_described(tmp_path):
     end = read(tmp_path).end
     assert unmentioned([end]) == misshapen([end]) == set()
     assert (end["kind"], end["error_kind"]) == ("end", "PeerLost")
+
+
+def test_every_field_of_a_script_s_record_is_described(tmp_path):
+    from end_to_end.test_loop_records import noted, prepared, read, run, written
+
+    def note(hands, loss, step):
+        noted(hands, loss, step)
+        hands.record(mine=step)
+        if step == 1:
+            hands.evaluate(lambda net: None)
+
+    written(tmp_path, run(mh.ssp(), prepared(note), own=True))
+    records = read(tmp_path)
+    assert unmentioned(records) == misshapen(records) == set()
+    assert {line["kind"] for line in records} == set(SHAPES)

@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from manyhands.cli.parts import read
 from manyhands.core.errors import Refused
+from manyhands.core.part_text import read
 from manyhands.rules import Cosine, Sgd, StepDecay, WarmUp
 
 

@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         ours = words[:1] if "run" in words[:1] else words[:2] if "run" in words[1:2] else words
-        debug = "--debug" in ours  # what follows `run` may belong to a script
+        ours = ours[: ours.index("--")] if "--" in ours else ours
+        debug = "--debug" in ours  # what follows `run` or -- may belong to a script
         code = _answer([word for word in ours if word != "--debug"] + words[len(ours) :], debug)
         sys.stdout.flush()
         return code

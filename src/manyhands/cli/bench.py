@@ -20,10 +20,10 @@ from typing import Annotated, Any
 import tyro
 
 from manyhands.cli.env import machine
-from manyhands.cli.index import PACKAGE
 from manyhands.cli.output import print_json, print_table
 from manyhands.cli.usage import parse
 from manyhands.core.errors import ManyhandsError, unknown
+from manyhands.core.method_index import PACKAGE
 from manyhands.report.progress import Progress, choose
 
 ABOUT = """Measure this installation against its goals; without a name, list the benchmarks.

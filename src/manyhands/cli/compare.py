@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,18 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from tyro.conf import FlagCreatePairsOff
 
-from manyhands.cli.options import CommonOptions, fill, option, read_method
+from manyhands.cli.options import CommonOptions, option
 from manyhands.cli.output import print_json, print_table
-from manyhands.cli.train import build, check, engine, folder, printed_warnings
+from manyhands.cli.train import check, engine, folder, printed_warnings
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.method_text import read_knobs
 
 if TYPE_CHECKING:
-    from manyhands.cli.index import Method
-    from manyhands.core.strategy import Strategy
-    from manyhands.engines.local import Local
+    from manyhands.report.live import LiveBoard
+    from manyhands.report.measures import Target
     from manyhands.run.compare import Comparison
-    from manyhands.virtual.cluster import Cluster
 
 ABOUT = """Run methods side by side on one task, and rank them by how soon they reach a target.
 
@@ -33,7 +33,11 @@ examples:
   manyhands compare bsp ssp easgd diloco
   manyhands compare bsp ssp:staleness=3 ad-psgd --cluster cluster.toml --target accuracy=0.95 --seeds 3
   manyhands compare bsp 'bsp:codec=feedback(topk(0.01))' --workers 2 --link tcp --out runs/sending-less --png
-  manyhands compare downpour dc-asgd --virtual --workers 16 --target loss=0.1 --tune --json"""
+  manyhands compare downpour dc-asgd --virtual --workers 16 --target loss=0.1 --tune --json
+  manyhands compare bsp ssp diloco --workers 2 --target accuracy=0.95 -- train.py --epochs 3
+
+After -- comes a script of your own with its arguments: each method replaces the one it joins with, and what it passes
+to hands.record (loss, accuracy) is compared. Its output is written to log files beside the records."""
 
 
 @dataclass(kw_only=True)
@@ -54,50 +58,94 @@ class CompareOptions(CommonOptions):
     png: FlagCreatePairsOff[Annotated[bool, option("also write the main figures as PNG files", "no")]] = False
 
 
+SCRIPTS_HAVE = {
+    "--task": "the script is the task",
+    **dict.fromkeys(("--steps", "--epochs", "--batch-size", "--data"), "the script decides; give it words of its own"),
+    **dict.fromkeys(("--virtual", "--cluster"), "a script runs in real processes"),
+    "--tune": "the script chooses learning rates",
+    "--evaluations": "the script evaluates when it calls hands.record(accuracy=...)",
+}
+"""Options that a comparison of scripts refuses, each with the reason."""
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """The words for `manyhands compare`, and those after `--`: a script and its arguments; None if there are none."""
+    if "--" not in argv:
+        return list(argv), None
+    at = list(argv).index("--")
+    if at + 1 == len(argv):
+        raise Refused("the script is missing after --: manyhands compare METHOD... -- SCRIPT [ARGUMENTS]")
+    return list(argv[:at]), list(argv[at + 1 :])
+
+
+def refuse_task_options(argv: Sequence[str]) -> None:
+    """Refuse options that only a comparison on a task has."""
+    for word in argv:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in SCRIPTS_HAVE:
+            raise Refused(f"{flag} was given, but must be left out when scripts are compared: {SCRIPTS_HAVE[flag]}")
+
+
 def run(argv: Sequence[str]) -> int:
     """Run all methods, print the ranking, and return the exit code."""
-    options = parse(CompareOptions, argv, "compare", ABOUT)
+    ours, script = split(argv)
+    options = parse(CompareOptions, ours, "compare", ABOUT)
+    if script is not None:
+        refuse_task_options(ours)
     check(options)
     if not options.methods:
         raise Refused("name the methods first: manyhands compare METHOD...; manyhands list shows all methods")
     for name in ("seeds", "evaluations"):
         refuse_unless(getattr(options, name) >= 1, name, getattr(options, name), ">= 1")
-    chosen = {text: knobs_of(text) for text in options.methods}
+    chosen = {text: read_knobs(text) for text in options.methods}
     if len(chosen) < len(options.methods):
         raise Refused("a method is named twice, but must be named once, or with different knobs")
-    on = engine(options)
-    from manyhands.core.recipe import spelled  # imports torch
-
-    strategies = [spelled(build(method, knobs), text) for text, (method, knobs) in chosen.items()]
     with printed_warnings(once=True):
-        found = compared(strategies, options, on)
+        found = compared(list(chosen), options) if script is None else compared_scripts(script, list(chosen), options)
     print_json(facts(found)) if options.json else show(found)
     return 0 if any(row["failed"] < row["seeds"] for row in found.rows) else 1
 
 
-def knobs_of(text: str) -> tuple[Method, dict[str, Any]]:
-    """The method and the knobs that a text such as `ssp:staleness=3` names."""
-    method, settings = read_method(text)
-    return method, fill(method, settings)[0]
-
-
-def compared(strategies: Sequence[Strategy], options: CompareOptions, on: Local | Cluster) -> Comparison:
-    """Run all strategies, and write the report."""
-    from manyhands.report.live import choose
-    from manyhands.report.measures import parse_target
-    from manyhands.report.record import claim
+def compared(methods: Sequence[str], options: CompareOptions) -> Comparison:
+    """Run all methods on the task, and write the report."""
+    on = engine(options)
     from manyhands.run.compare import compare
+    from manyhands.run.methods import strategy_of  # imports torch
 
     names = ("data", "steps", "epochs", "batch_size", "seeds", "tune", "evaluations", "png")
     chosen = {name: getattr(options, name) for name in names}
+    strategies = [strategy_of(text) for text in methods]
+    with outlet(options, f"compare-{options.task}") as (out, target, watch):
+        return compare(options.task, strategies, target=target, out=out, force=True, watch=watch, on=on, **chosen)
+
+
+def compared_scripts(words: Sequence[str], methods: Sequence[str], options: CompareOptions) -> Comparison:
+    """Run a script with all methods, and write the report."""
+    script, *arguments = words
+    if not Path(script).is_file():
+        raise Refused(f"there is no script {script}")
+    from manyhands.run.compare_scripts import compare_scripts  # imports torch
+
+    names = ("workers", "servers", "link", "bind")
+    how = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    with outlet(options, f"compare-{Path(script).stem}") as (out, target, watch):
+        chosen: dict[str, Any] = {"target": target, "seeds": options.seeds, "png": options.png, "watch": watch}
+        return compare_scripts(Path(script), arguments, methods, out=out, **chosen, **how)
+
+
+@contextmanager
+def outlet(options: CompareOptions, title: str) -> Iterator[tuple[Path, Target | None, LiveBoard]]:
+    """The folder for records and report, the target, and the display."""
+    from manyhands.report.live import choose
+    from manyhands.report.measures import parse_target
+    from manyhands.report.record import claim
+
     target = None if options.target is None else parse_target(options.target)
     if options.out is not None:
         claim(options.out, options.force)
-    with (
-        folder(options.out, f"compare-{options.task}") as out,
-        choose([str(name) for name in options.methods], options.seeds, target) as watch,
-    ):
-        return compare(options.task, strategies, target=target, out=out, force=True, watch=watch, on=on, **chosen)
+    names = [str(name) for name in options.methods]
+    with folder(options.out, title) as out, choose(names, options.seeds, target) as watch:
+        yield out, target, watch
 
 
 def facts(found: Comparison) -> dict[str, Any]:

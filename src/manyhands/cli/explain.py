@@ -12,10 +12,10 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
-from manyhands.cli.index import Loop, Method, methods
 from manyhands.cli.output import console, print_json, print_table
 from manyhands.cli.usage import parse
 from manyhands.core.errors import unknown
+from manyhands.core.method_index import Loop, Method, methods
 
 ABOUT = """One method's card: what it does, its traits, its knobs, its paper, and the source of its loops.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyhands.cli.index import methods
 from manyhands.cli.output import print_json, print_table
 from manyhands.cli.usage import parse
+from manyhands.core.method_index import methods
 
 ABOUT = """All methods: name, family, what it does, paper.
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from manyhands.cli import parts
-from manyhands.cli.index import Knob, Method, methods
 from manyhands.cli.usage import parse
-from manyhands.core.errors import Refused, unknown
+from manyhands.core import part_text
+from manyhands.core.method_index import Knob, Method
+from manyhands.core.method_text import read_method, refuse_two_rates
 
 ABOUT = """{summary}
 
@@ -70,27 +70,16 @@ class RunOptions(CommonOptions):
     )
 
 
-def read_method(text: str) -> tuple[Method, list[str]]:
+def read_options(text: str) -> tuple[Method, list[str]]:
     """The method of `ssp` or `ssp:staleness=3,codec=half`, and the knobs after the colon as options."""
-    name, _, settings = text.partition(":")
-    known = methods()
-    if name not in known:
-        raise unknown("method", name, known)
-    return known[name], [_as_option(known[name], setting) for setting in parts.split(settings)]
-
-
-def _as_option(method: Method, setting: str) -> str:
-    name, equals, value = (word.strip() for word in setting.partition("="))
+    method, settings = read_method(text)
     knobs = {knob.name: knob for knob in method.knobs}
-    knob = knobs.get(name.replace("-", "_"))
-    if knob is None:
-        raise unknown(f"knob of {method.name}", name, knobs)
-    if not equals:
-        raise Refused(f"{setting!r} has no value: write {name}=...")
+    return method, [_as_option(knobs[name], value) for name, value in settings.items()]
+
+
+def _as_option(knob: Knob, value: str) -> str:
     if knob.type is not bool:
         return f"{knob.flag}={'None' if value.lower() == 'none' else value}"
-    if value.lower() not in ("true", "false"):
-        raise Refused(f"{name} is {value!r}, but must be true or false")
     return knob.flag if value.lower() == "true" else f"--no-{knob.flag[2:]}"
 
 
@@ -101,8 +90,7 @@ def fill(method: Method, argv: Sequence[str]) -> tuple[dict[str, Any], RunOption
     form: Any = make_dataclass("Form", [(method.function, knobs), ("run", RunOptions)])
     filled: Any = parse(form, argv, f"train {method.name}", _about(method))
     chosen = dict(_chosen(method, vars(getattr(filled, method.function))))
-    if "lr" in chosen and chosen.get("rule") is not None:
-        raise Refused(f"lr is {chosen['lr']}, but the rule has a learning rate of its own: give it there")
+    refuse_two_rates(chosen)
     return chosen, filled.run
 
 
@@ -123,4 +111,4 @@ def _chosen(method: Method, given: Mapping[str, Any]) -> Iterator[tuple[str, Any
     for knob in method.knobs:
         value = given[knob.name]
         if knob.required or value != knob.default:
-            yield knob.name, parts.read(value, knob.part) if knob.part and value is not None else value
+            yield knob.name, part_text.read(value, knob.part) if knob.part and value is not None else value

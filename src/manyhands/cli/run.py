@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 import tyro
 
 from manyhands.cli.usage import parse
-from manyhands.core.errors import Refused, unknown
+from manyhands.core.errors import Refused, refuse_unless, unknown
+from manyhands.core.method_text import read_knobs
 from manyhands.runtime.launch.launch import run_script
+from manyhands.runtime.launch.script_settings import ScriptSettings
 
 ABOUT = """Start a script once for each rank on this machine; words after the script are its own arguments.
 
@@ -20,7 +22,8 @@ examples:
   manyhands run -n 4 train.py
   manyhands run -n 4 --servers 1 train.py --epochs 3
   manyhands run -n 2 --link tcp train.py
-  manyhands run -n 4 --no-prefix --log-dir logs train.py"""
+  manyhands run -n 4 --no-prefix --log-dir logs train.py
+  manyhands run -n 4 --method ssp:staleness=3 --out runs/mine train.py"""
 FLAGS = ("-h", "--help", "--prefix", "--no-prefix")
 """Options without a value."""
 
@@ -37,6 +40,9 @@ class ScriptOptions:
         bind: the address to listen on with --link tcp.
         prefix: whether lines that the ranks print begin with their rank, if there are several.
         log_dir: a folder for the files rank0.log, rank1.log, ... with what each rank prints.
+        method: the method with its knobs, instead of the script's own: ssp:staleness=3.
+        out: a folder for the record of the run, which `manyhands report` reads.
+        adapters: where the record is also sent: tensorboard, mlflow.
     """
 
     script: Annotated[Path, tyro.conf.Positional]
@@ -46,6 +52,9 @@ class ScriptOptions:
     bind: str = "127.0.0.1"
     prefix: bool = True
     log_dir: Path | None = None
+    method: str | None = None
+    out: Path | None = None
+    adapters: str | None = None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -54,23 +63,35 @@ def run(argv: Sequence[str]) -> int:
     options = parse(ScriptOptions, ours, "run", ABOUT)
     if not options.script.is_file():
         raise Refused(f"there is no script {options.script}")
+    if options.method is not None:
+        read_knobs(options.method)  # refused here, before a rank is started
+    needless = options.adapters is None or options.out is not None
+    refuse_unless(needless, "adapters", options.adapters, "left out without --out DIR: they get the lines of a record")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("manyhands: %(message)s"))
     log = logging.getLogger("manyhands")
     log.addHandler(handler)
     try:
-        return run_script(
-            str(options.script),
-            arguments,
-            workers=options.workers,
-            servers=options.servers,
-            link=options.link,
-            bind=options.bind,
-            prefix=options.prefix,
-            log_dir=options.log_dir,
-        )
+        return start(options, arguments)
     finally:
         log.removeHandler(handler)
+
+
+def start(options: ScriptOptions, arguments: Sequence[str]) -> int:
+    """Start the ranks, with a record if there is a folder for it; the exit code."""
+    names = ("workers", "servers", "link", "bind", "prefix", "log_dir")
+    chosen = {name: getattr(options, name) for name in names}
+    settings = ScriptSettings(options.method)
+    if options.out is None:
+        return run_script(str(options.script), arguments, settings=settings, **chosen)
+    from manyhands.run.script_record import run_recorded  # imports torch
+
+    adapters = [name.strip() for name in (options.adapters or "").split(",") if name.strip()]
+    out = options.out
+    code, failure = run_recorded(options.script, arguments, out, adapters=adapters, settings=settings, **chosen)
+    if failure is not None and not code:
+        logging.getLogger("manyhands").warning("no result was recorded in %s: %s", out, failure)
+    return code
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

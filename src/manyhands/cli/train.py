@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import shlex
@@ -16,15 +15,14 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from manyhands.cli.index import Method, methods
 from manyhands.cli.output import print_json
 from manyhands.cli.usage import HelpShown
 from manyhands.core.errors import PeerLost, Refused, refuse_unless
+from manyhands.core.method_index import Method, methods
 from manyhands.runtime.membership.error_codec import exit_code
 
 if TYPE_CHECKING:
     from manyhands.cli.options import CommonOptions, RunOptions
-    from manyhands.core.strategy import Strategy
     from manyhands.engines.local import Local
     from manyhands.run.result import Result
     from manyhands.virtual.cluster import Cluster
@@ -81,9 +79,9 @@ def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], RunOptions]:
         raise HelpShown(HELP.format(methods="\n".join(f"  {m.name:<11} {m.card.summary}" for m in methods().values())))
     if not argv or argv[0].startswith("-"):
         raise Refused("name the method first: manyhands train METHOD [OPTIONS]; manyhands list shows all methods")
-    from manyhands.cli.options import fill, read_method
+    from manyhands.cli.options import fill, read_options
 
-    method, settings = read_method(argv[0])
+    method, settings = read_options(argv[0])
     knobs, options = fill(method, [*settings, *argv[1:]])
     return method, knobs, options
 
@@ -112,7 +110,8 @@ def train(method: Method, knobs: dict[str, Any], options: RunOptions) -> Result:
     """Build the strategy and the engine, and run `mh.train`."""
     on = engine(options)
     from manyhands.report.progress import choose
-    from manyhands.run.train import train as run  # imports torch
+    from manyhands.run.methods import build  # imports torch
+    from manyhands.run.train import train as run
 
     strategy = build(method, knobs)
     progress = choose(f"{method.name} on {options.task}")
@@ -124,19 +123,6 @@ def train(method: Method, knobs: dict[str, Any], options: RunOptions) -> Result:
             return run(options.task, strategy, out=out, progress=progress, on=on, **chosen)
         finally:
             progress.stop()
-
-
-def build(method: Method, knobs: dict[str, Any]) -> Strategy:
-    """The strategy that a recipe makes of its knobs; it keeps the text in which they were given."""
-    from manyhands.cli.parts import PartSpec
-    from manyhands.core.recipe import spelled
-
-    recipe = getattr(importlib.import_module("manyhands.catalog"), method.function)
-    strategy: Strategy = recipe(
-        **{name: knob.build() if isinstance(knob, PartSpec) else knob for name, knob in knobs.items()}
-    )
-    text = ",".join(f"{name}={knob}" for name, knob in knobs.items())
-    return spelled(strategy, f"{method.name}:{text}" if text else method.name)
 
 
 def engine(options: CommonOptions) -> Local | Cluster:

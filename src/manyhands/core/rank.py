@@ -108,7 +108,8 @@ class RankRun:
         self.strategy = strategy
         self.lead = worker.workers[0]
         """The rank that got the answer, known after `end`."""
-        self._observe = observe
+        self.observe = observe
+        """What takes the lines."""
 
     def begin(self, resume: Snapshot | None = None, *, joins: bool = False) -> None:
         """Set up; then restore the state of a checkpoint, or catch up with a run that has begun already."""
@@ -124,8 +125,8 @@ class RankRun:
         w.timer.begin()
         loss = self.strategy.step(w, batch)
         w.step += 1
-        if self._observe is not None:
-            self._observe(_line(w, loss, self.strategy.notes()))
+        if self.observe is not None:
+            self.observe(_line(w, loss, self.strategy.notes()))
         return loss
 
     def pause(self, step: int | None, save: Save | None, evaluate: Evaluate | None) -> None:
@@ -176,14 +177,14 @@ class RankRun:
         w = self.worker
         self.strategy.finish(w)
         self.lead, seconds = w.lead, w.transport.now()
-        if self._observe is not None:
-            self._observe({"kind": "memory", "held": w.rank, "bytes": footprint(w, self.strategy)})
+        if self.observe is not None:
+            self.observe({"kind": "memory", "held": w.rank, "bytes": footprint(w, self.strategy)})
         weights = self.strategy.answer(w)
         return Outcome(seconds, weights, average_buffers(w))
 
     def _write(self, line: Line) -> None:
-        if self._observe is not None:
-            self._observe(line)
+        if self.observe is not None:
+            self.observe(line)
 
 
 def _line(w: Worker, loss: float | None, notes: Mapping[str, Any]) -> Line:
@@ -195,7 +196,7 @@ def _line(w: Worker, loss: float | None, notes: Mapping[str, Any]) -> Line:
         "rank": w.rank,
         "time": t.now(),
         "loss": None if loss is None or math.isnan(loss) else loss,
-        "samples": w.batch_size,
+        "samples": w.samples_in_step or w.batch_size,
         "bytes": t.bytes_sent,
         "lag": w.lag,
         "waited": t.waited(),

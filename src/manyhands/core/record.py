@@ -1,6 +1,6 @@
 """Lines of a record: the shape of each kind, and their encoding as one JSON object per line.
 
-header  ->  step, evaluation, pause (any number, in any order)  ->  memory (one per worker)  ->  end
+header  ->  step, evaluation, pause, numbers (any number, in any order)  ->  memory (one per worker)  ->  end
 
 {"kind": "step", "step": 3, "loss": nan}   encoded   {"kind":"step","step":3,"loss":null}\\n
 
@@ -40,7 +40,7 @@ class HeaderLine(TypedDict):
     replicas: int
     seed: int
     start: int
-    steps: int
+    steps: int | None
     batch_size: int
     evaluate_every: int | None
     remarks: list[str]
@@ -84,6 +84,16 @@ PauseLine = TypedDict(
 """The pause of one worker while weights were saved or evaluated; `from` is no name for a field of a class."""
 
 
+class NumbersLine(TypedDict):
+    """Numbers that a user's own loop has recorded (`hands.record`), by name."""
+
+    kind: Literal["numbers"]
+    step: int
+    rank: int
+    time: float
+    values: dict[str, float | None]
+
+
 class MemoryLine(TypedDict):
     """Bytes of tensors that one worker keeps between steps."""
 
@@ -114,6 +124,7 @@ SHAPES: Mapping[str, Any] = {
     "step": StepLine,
     "evaluation": EvaluationLine,
     "pause": PauseLine,
+    "numbers": NumbersLine,
     "memory": MemoryLine,
     "end": EndLine,
 }

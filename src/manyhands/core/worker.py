@@ -86,6 +86,8 @@ class Worker:
         """The module whose parameters are in `flat`: the whole model, or a part chosen by `lay_out`."""
         self.step = self.joined_at = 0
         self.lag = 0
+        self.samples_in_step = 0
+        """How many samples the step under way has in a user's own loop; 0: a mini-batch of the usual size."""
         self.options: tuple[float, ...] = ()
         """The numbers of the user's optimizer in this step, for the ranks that apply its gradient."""
         self.gather_round = 0

@@ -125,7 +125,7 @@ class RankProgram:
 
     def __call__(self, transport: Transport) -> RankResult:
         assert isinstance(transport, RealTransport)
-        spec, lines = self.spec.unpacked(), LineBuffer(transport)
+        spec, lines = self.spec.unpacked(), LineBuffer(lambda parcel: transport.control.send_lines([parcel]))
         job = make_job(spec, _budgets(spec, transport), lines.add)
         joins = transport.rank in transport.pending_ranks
         if not joins:
@@ -151,10 +151,10 @@ def _budgets(spec: RunSpec, transport: RealTransport) -> Callable[[int], Budget]
 
 class LineBuffer:
     """Collects lines of the record, and sends them encoded and many at once: one by one they would cost three times as
-    much, because each step leaves the caches full of its own data."""
+    much, because each step leaves the caches full of its own data. `send_parcel` takes encoded lines."""
 
-    def __init__(self, transport: RealTransport) -> None:
-        self._control = transport.control
+    def __init__(self, send_parcel: Callable[[bytes], None]) -> None:
+        self._send_parcel = send_parcel
         self._rows: list[Line] = []
         self._sent_at = time.monotonic()
         self.last_step = 0
@@ -174,6 +174,6 @@ class LineBuffer:
     def send(self) -> None:
         """Send all lines that were collected."""
         if self._rows:
-            self._control.send_lines([b"".join(map(encoded, self._rows))])
+            self._send_parcel(b"".join(map(encoded, self._rows)))
             self._rows = []
         self._sent_at = time.monotonic()

@@ -41,6 +41,8 @@ class Scalars:
             yield from ((name, float(value)) for name, value in found.items() if value is not None)
         elif line["kind"] == "evaluation" and line["accuracy"] is not None:
             yield "accuracy", float(line["accuracy"])
+        elif line["kind"] == "numbers":
+            yield from ((name, float(value)) for name, value in line["values"].items() if value is not None)
         elif line["kind"] == "end" and line.get("test_accuracy") is not None:
             yield "accuracy", float(line["test_accuracy"])
 
@@ -135,9 +137,14 @@ class Harmless:
             log.warning("%s %s, the run continues without it: %s", self.name, why, str(error) or type(error).__name__)
 
 
-def adapters(names: Sequence[str], folder: Path | None) -> list[Harmless]:
-    """The adapters of these names; an unknown name is refused."""
+def refuse_unknown(names: Sequence[str]) -> None:
+    """Refuse a name that no adapter has."""
     for name in names:
         if name not in KINDS:
             raise unknown("adapter", name, KINDS)
+
+
+def adapters(names: Sequence[str], folder: Path | None) -> list[Harmless]:
+    """The adapters of these names; an unknown name is refused."""
+    refuse_unknown(names)
     return [Harmless(name, partial(KINDS[name], folder)) for name in names]

@@ -88,7 +88,7 @@ class Row:
         if not self.running:
             many = len(self.done)
             return f"{many} of {self.seeds} done" if many else "waits"
-        share = f"{min(1.0, self.samples / max(1, self._total)):.0%}"
+        share = f"{min(1.0, self.samples / self._total):.0%}" if self._total else "running"
         return f"{self._words}, {share}" if self._words else f"{len(self.done) + 1} of {self.seeds}, {share}"
 
     def cells(self) -> list[str]:

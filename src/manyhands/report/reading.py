@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import Refused
-from manyhands.core.record import SHAPES, EndLine, EvaluationLine, Line, PauseLine, StepLine
+from manyhands.core.record import SHAPES, EndLine, EvaluationLine, Line, NumbersLine, PauseLine, StepLine
 from manyhands.report.record import FORMATS, NAME
 
 CLOCKS = ("time", "began", "compute_began", "from", "to")
@@ -40,6 +40,7 @@ class RecordedRun:
     steps: list[StepLine] = field(default_factory=list)
     evaluations: list[EvaluationLine] = field(default_factory=list)
     pauses: list[PauseLine] = field(default_factory=list)
+    numbers: list[NumbersLine] = field(default_factory=list)
     memory: dict[int, int] = field(default_factory=dict)
     """Bytes of tensors that each rank kept between steps."""
     end: EndLine | None = None
@@ -101,11 +102,12 @@ def read(path: str | Path) -> RecordedRun:
 
 
 def records(path: str | Path) -> list[Path]:
-    """The records that a path names: one itself, that of a folder, or those of all folders in it."""
+    """The records that a path names: one itself, that of a folder with those of later joins, or all in its folders."""
     path = Path(path)
     if not path.is_dir():
         return [path]
-    found = [path / NAME] if (path / NAME).is_file() else sorted(path.rglob(NAME))
+    whole = (path / NAME).is_file()
+    found = [path / NAME, *sorted(path.glob(f"join-*/{NAME}"))] if whole else sorted(path.rglob(NAME))
     if not found:
         raise Refused(f"{path} has no {NAME}, nor has a folder in it")
     return found
@@ -167,6 +169,8 @@ def _add(run: RecordedRun, line: Any) -> None:
             run.evaluations.append(line)
         case "pause":
             run.pauses.append(line)
+        case "numbers":
+            run.numbers.append(line)
         case "memory":
             run.memory[line["held"]] = line["bytes"]
         case "end":

@@ -73,6 +73,7 @@ def _cluster(member: GroupedRun) -> str:
 def _size(member: GroupedRun) -> str:
     h = member.run.header
     ranks = f"{h.get('workers')} workers, {h.get('servers', 0)} servers"
-    sizes = f"{ranks}, {h.get('steps')} steps, batches of {h.get('batch_size')}"
+    steps = "" if h.get("steps") is None else f"{h['steps']} steps, "  # unknown in a loop of the user's own
+    sizes = f"{ranks}, {steps}batches of {h.get('batch_size')}"
     every = f", evaluated every {h['evaluate_every']} steps" if h.get("evaluate_every") else ""
     return f"{member.name}: {sizes}{every}"

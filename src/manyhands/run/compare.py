@@ -182,7 +182,7 @@ def compare(
             notes.append(note)
         runs = [bench.run(strategy, seed) for strategy in entries for seed in chosen]
         result = Comparison(loaded.name, goal, ranking(runs, goal), runs, notes)
-        return result if out is None else _report(result, folder, png)
+        return result if out is None else with_report(result, folder, png)
 
 
 def named(strategies: Sequence[Strategy] | Mapping[str, Strategy]) -> list[Strategy]:
@@ -197,7 +197,8 @@ def named(strategies: Sequence[Strategy] | Mapping[str, Strategy]) -> list[Strat
     return list(strategies)
 
 
-def _report(found: Comparison, folder: Path, png: bool) -> Comparison:
+def with_report(found: Comparison, folder: Path, png: bool) -> Comparison:
+    """Write the report of a comparison into its folder."""
     from manyhands.report.page import write_report
 
     title = f"{len(found.rows)} methods on {found.task}"
@@ -216,20 +217,26 @@ class Bench:
     def run(self, strategy: Strategy, seed: int, share: float = 1.0, words: str = "") -> RecordedRun:
         """One run, read from its record; a run that failed says why."""
         name = str(recipe_of(strategy))
-        out = self.folder / re.sub(r"[^\w.=-]+", "-", name).strip("-") / (words or f"seed-{seed}")
+        out = run_folder(self.folder, name, words or f"seed-{seed}")
         progress = None if self.watch is None else self.watch.run(name, seed, words)
         try:
             run_spec(self.setting.spec(strategy, seed, out, share), progress)
             run = read(out)
         except ManyhandsError as error:
-            run = read(out) if (out / NAME).exists() else _refused(self.setting, name, seed, error)
+            run = read(out) if (out / NAME).exists() else refused_run(self.setting.loaded.name, name, seed, error)
         if self.watch is not None:
             self.watch.done(run)
         return run
 
 
-def _refused(setting: Setting, method: str, seed: int, error: Exception) -> RecordedRun:
+def run_folder(folder: Path, method: str, name: str) -> Path:
+    """The folder of one run of a method, below that of the comparison."""
+    return folder / re.sub(r"[^\w.=-]+", "-", method).strip("-") / name
+
+
+def refused_run(task: str, method: str, seed: int, error: BaseException) -> RecordedRun:
     """A run that was refused before it began, so that it has no record."""
-    header = {"method": method, "task": setting.loaded.name, "seed": seed, "workers": 1, "replicas": 1}
+    ranks = [{"role": "worker", "rank": 0, "host": 0}]
+    header = {"method": method, "task": task, "seed": seed, "workers": 1, "replicas": 1, "participants": ranks}
     kind = type(error).__name__
     return RecordedRun(header, end={"kind": "end", "end": True, "error": str(error), "error_kind": kind, "lost": []})

@@ -29,11 +29,13 @@ from manyhands.core.budget import Budget, FixedSteps
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, StepLoss
 from manyhands.core.port import Transport
+from manyhands.core.record import Line
 from manyhands.core.strategy import Strategy
 from manyhands.run.batches import Collate, Source, granted, rounds, source
 from manyhands.run.live_optimizers import LiveOptimizers
 from manyhands.run.loaders import part_of
-from manyhands.run.loop_collectives import LoopCollectives
+from manyhands.run.loop_record import LoopRecord, line_sender
+from manyhands.run.methods import chosen_strategy
 from manyhands.run.optimizer_guards import guard_steps, refuse_hooks
 from manyhands.run.prepared import LoopObjects, Prepared
 from manyhands.run.training import Fails, Training
@@ -47,7 +49,7 @@ class _Served(SystemExit):
     """Leaves the block on a server rank, or the script if there is no block, once the workers have ended."""
 
 
-class Hands(LoopCollectives):
+class Hands(LoopRecord):
     """One rank of a job with the user's own loop; made by `join`.
 
     Args:
@@ -58,6 +60,7 @@ class Hands(LoopCollectives):
         optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
         seed: determines everything random.
         budget_for: makes the common budget of all workers for a number of mini-batches.
+        observe: takes the lines of this rank for the record; None: no record is kept.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Hands(LoopCollectives):
         optimizer: torch.optim.Optimizer | None = None,
         seed: int = 0,
         budget_for: Callable[[int], Budget] | None = None,
+        observe: Callable[[Line], None] | None = None,
     ) -> None:
         self.transport = transport
         self._strategy, self._seed = strategy, seed
@@ -84,6 +88,8 @@ class Hands(LoopCollectives):
         self._shares = self._budgets = 0
         self._is_open = self._is_sharing = self._ended = False
         self._led: bool | None = None
+        self._observe = observe
+        self._begin_record(strategy)
 
     def _read_only(self, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> LiveOptimizers | None:
         """The optimizer of a loop of `step`, whose options are read at each step."""
@@ -154,6 +160,7 @@ class Hands(LoopCollectives):
                 self.transport.leave()
             else:
                 self._led = self._joined.end()
+            self._end_record(self._led)
         except BaseException as failure:
             self._fail(failure)
             raise
@@ -168,6 +175,7 @@ class Hands(LoopCollectives):
 
     def _fail(self, error: BaseException) -> None:
         self._release()
+        self._end_record(None)
         if self._joined is not None:
             self._joined.fail(error)
         elif isinstance(self.transport, Fails):
@@ -192,6 +200,7 @@ class Hands(LoopCollectives):
         self._is_open = True
         self._prepared = Prepared(self.transport, given.models, given.optimizers, self._strategy, self._seed)
         self._joined = self._prepared.training
+        self._begin_record(self._strategy)
         dealt = {id(one): self._part_of(one) for one in given.loaders}
         self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
         if self.role != "worker":
@@ -309,12 +318,12 @@ class Hands(LoopCollectives):
 
 
 def join(
-    model: nn.Module | Sequence[nn.Module] | None = None,
+    model: nn.Module | Sequence[nn.Module] | str | None = None,
     *,
-    strategy: Strategy,
+    strategy: Strategy | str | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     servers: int | None = None,
 ) -> Hands:
     """Become one of the ranks that train `model`, in a process started by `manyhands run`, torchrun or the like.
@@ -323,20 +332,30 @@ def join(
     When its hands have ended, a script can join again, as for cross validation; all ranks must do so equally often.
 
     Args:
-        model: any module; for pipelines an `nn.Sequential`, or a list of stages.
-        strategy: the method, such as `mh.ssp(staleness=3)`.
+        model: any module; for pipelines an `nn.Sequential`, or a list of stages. `mh.join("bsp")` is short for
+            `mh.join(strategy="bsp")`.
+        strategy: the method, such as `mh.ssp(staleness=3)`, or as the command line writes it: "ssp:staleness=3".
+            `manyhands run --method` replaces it.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
         optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
-        seed: determines everything random.
+        seed: determines everything random; 0, unless the launcher chooses another one (`manyhands compare --seeds`).
         servers: how many of the processes are servers, if the launcher does not specify it.
     """
     from manyhands.runtime.launch.exit_report import report_exit
     from manyhands.runtime.launch.join import connect
+    from manyhands.runtime.launch.script_settings import script_settings
 
     script = report_exit()
     transport = connect(servers=servers)
     try:
-        hands = Hands(transport, model, strategy=strategy, loss=loss, optimizer=optimizer, seed=seed)
+        if isinstance(model, str):
+            refuse_unless(strategy is None, "strategy", strategy, f"left out beside the method {model!r}")
+            model, strategy = None, model
+        settings = script_settings()
+        chosen = chosen_strategy(strategy, settings.method, says=transport.rank == 0)
+        seed = (settings.seed or 0) if seed is None else seed
+        observe = line_sender(transport)
+        hands = Hands(transport, model, strategy=chosen, loss=loss, optimizer=optimizer, seed=seed, observe=observe)
     except BaseException as error:
         transport.fail(error)
         raise

@@ -103,7 +103,6 @@ class Prepared:
         self._models = models
         self._handles: list[Any] = []
         self._passes = PassSeeds(self.worker)
-        self._samples = 0
 
     def begin(self, batch_size: int) -> None:
         """Set up with all other ranks; a server rank serves here until the workers have ended."""
@@ -129,7 +128,7 @@ class Prepared:
             if not self._own_step:  # it may wait for other workers before it has a gradient
                 self.training.position.at_step()
             self._request()
-            self._samples += samples_in((args, kwargs)) or 0
+            self.worker.samples_in_step += samples_in((args, kwargs)) or 0
             self._passes.begin()
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -147,15 +146,17 @@ class Prepared:
         """The gradient of this step is complete: let the strategy replace it by the mean of all workers."""
         self.training.position.at_step()
         self._request()
-        self._weigh()
-        self.worker.supply()
+        self._weigh_and_supply()
 
-    def _weigh(self) -> None:
-        """Scale the gradient by this worker's share of the samples."""
-        scale = self.training.sample_weights.scale(self._samples or 1)
-        self._samples = 0
+    def _weigh_and_supply(self) -> None:
+        """Scale the gradient by this worker's share of the samples; let the strategy complete its step."""
+        scale = self.training.sample_weights.scale(self.worker.samples_in_step or 1)
         for group in self.worker.flat.groups if scale != 1.0 else ():
             group.grad.mul_(scale)
+        self.training.changes.refuse()
+        self.worker.supply()
+        self.training.changes.note()
+        self.worker.samples_in_step = 0
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
@@ -183,10 +184,7 @@ class Prepared:
         self._gradients.set_aside(self._taken)
         flat.mark(self._taken)
         flat.close()
-        self._weigh()
-        self.training.changes.refuse()
-        self.worker.supply()
-        self.training.changes.note()
+        self._weigh_and_supply()
         for slot in self._taken:
             flat.parameter(slot).grad = flat.gradient_of(slot)
 

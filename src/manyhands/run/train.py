@@ -121,7 +121,7 @@ def run_spec(spec: RunSpec, progress: Progress | None = None, adapters: Sequence
         try:
             result = _result(spec, _run(spec, record, progress), record, began)
         except BaseException as error:
-            record.write(_error_footer(error))
+            record.write(error_footer(error))
             raise
         record.write(_footer(result))
     return result
@@ -222,7 +222,7 @@ def _footer(result: Result) -> dict[str, Any]:
     return {"kind": "end", "end": True, **{name: getattr(result, name) for name in names}}
 
 
-def _error_footer(error: BaseException) -> dict[str, Any]:
+def error_footer(error: BaseException) -> dict[str, Any]:
     """The last line of the record of a run that failed."""
     kind = type(error).__name__
     why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or kind

@@ -76,6 +76,8 @@ class Training:
         self.run = RankRun(self.worker, self.strategy)
         self.position = LoopPosition(self.worker, self.strategy.traits)
         self.has_begun = self.shows_answer = False
+        self.announced = 0
+        """How many steps the first `share` has; 0 if it is unknown."""
         self.gradients_from = "hands.step computes the gradients itself: for a loop with its own backward() use prepare"
         """Why there may be no gradient before the first step."""
         self.replicas = self.strategy.replicas(len(self.worker.workers))
@@ -95,6 +97,7 @@ class Training:
         if batch_size is not None:
             self._check(batch_size)
             w.batch_size = batch_size
+        self.announced = steps
         w.steps, w.data_size = steps if self.strategy.traits.plans_ahead else 0, data_size
         _refuse_gradients(w.model, self.gradients_from)
         self.has_begun = True
@@ -136,6 +139,7 @@ class Training:
         self.refuse_within_answer("step")
         self.position.at_step()
         self.changes.refuse()
+        w.samples_in_step = batch.samples
         w.flat.scale = self.sample_weights.scale(batch.samples)
         self.read_options()
         with own_random_numbers():

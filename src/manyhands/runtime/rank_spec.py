@@ -31,6 +31,7 @@ class RankSpec:
         checks_lending: check that tensors are not written while they are in flight; slow, for tests.
         spares: how many of the workers, the last ones, are not started with the job.
         session: how often this process has joined before.
+        records: whether the launcher takes lines for the record of a script.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class RankSpec:
     checks_lending: bool = False
     spares: int = 0
     session: int = 0
+    records: bool = False
 
     def __post_init__(self) -> None:
         refuse_unless(self.link in LINKS, "link", self.link, " or ".join(LINKS))
@@ -132,6 +134,7 @@ def rank_specs(
     deadline: float = 60.0,
     checks_lending: bool = False,
     spares: int = 0,
+    records: bool = False,
 ) -> list[RankSpec]:
     """The ranks of a new job on this machine; with "tcp" every rank is its own host, unless `hosts` is given."""
     each, job = role_of_each(roles, spares), secrets.token_hex(6)
@@ -147,5 +150,6 @@ def rank_specs(
         deadline=deadline,
         checks_lending=checks_lending,
         spares=spares,
+        records=records,
     )
     return [first.of(rank) for rank in range(first.size)]

@@ -14,13 +14,14 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from manyhands.core.errors import PeerLost, Refused
 from manyhands.runtime.launch.program import pickled
 from manyhands.runtime.launch.rank_main import PR_SET_PDEATHSIG
 from manyhands.runtime.launch.rank_output import RankOutput
 from manyhands.runtime.launch.rank_processes import Context, RankProcesses
+from manyhands.runtime.launch.script_settings import ScriptSettings
 from manyhands.runtime.membership.error_codec import exit_code, unpack
 from manyhands.runtime.membership.watcher import Watcher
 from manyhands.runtime.rank_spec import RankSpec, rank_specs, worker_server_roles
@@ -103,6 +104,19 @@ def launch(
     return Launched([results.get(rank) for rank in range(len(specs))], watcher.lost)
 
 
+class ScriptObserver(Protocol):
+    """Keeps the record of a script."""
+
+    def lines(self, rows: Any) -> None:
+        """A rank has sent something for the record; called in the watcher's thread."""
+
+    def ended(self, code: int, error: BaseException | None, lost: Sequence[tuple[int, str]]) -> None:
+        """All ranks have ended: the exit code, the error that ended the run, if one did, and the lost ranks."""
+
+
+NO_SETTINGS = ScriptSettings()
+
+
 def run_script(
     script: str,
     arguments: Sequence[str],
@@ -114,24 +128,35 @@ def run_script(
     deadline: float = 60.0,
     prefix: bool = True,
     log_dir: Path | None = None,
+    prints: bool = True,
+    settings: ScriptSettings = NO_SETTINGS,
+    observer: ScriptObserver | None = None,
 ) -> int:
     """Run a script once for each rank, and wait. Returns the exit code; the log names the lost ranks.
 
     The output of several ranks is printed in whole lines, which begin with the rank if `prefix`; one rank alone writes
-    to the terminal itself. With `log_dir` each rank's output is also written to a file there.
+    to the terminal itself. With `log_dir` each rank's output is also written to a file there, or, unless it `prints`,
+    only there. The `settings` replace those of the script; the `observer` gets the lines for its record.
     """
-    specs = rank_specs(worker_server_roles(workers, servers), link=link, bind=bind, deadline=deadline)
+    roles, records = worker_server_roles(workers, servers), observer is not None
+    specs = rank_specs(roles, link=link, bind=bind, deadline=deadline, records=records)
     several = len(specs) > 1
-    output = RankOutput(len(specs), prefix=prefix and several, folder=log_dir) if several or log_dir else None
+    output = None
+    if several or log_dir or not prints:
+        output = RankOutput(len(specs), prefix=prefix and several, folder=log_dir, prints=prints)
     processes: list[subprocess.Popen[bytes]] = []
     with closing(output) if output else nullcontext():
-        watcher = Watcher(specs[0])
+        watcher = Watcher(specs[0], on_lines=None if observer is None else observer.lines)
+        command, chosen = [script, *arguments], settings.environment()
         try:
-            _supervise(watcher, lambda: _start(processes, [script, *arguments], specs, watcher, output), patient=True)
+            _supervise(watcher, lambda: _start(processes, command, specs, watcher, output, chosen), patient=True)
         finally:
             for process in processes:
                 process.wait()
-    return _exit_code_of_run(watcher)
+    code = _exit_code_of_run(watcher)
+    if observer is not None:
+        observer.ended(code, None if watcher.cause is None else unpack(watcher.cause), watcher.lost)
+    return code
 
 
 def _start(
@@ -140,6 +165,7 @@ def _start(
     specs: Sequence[RankSpec],
     watcher: Watcher,
     output: RankOutput | None,
+    settings: Mapping[str, str],
 ) -> None:
     """Standard input is closed: a process that is not in the foreground is stopped when it reads from the terminal."""
     common = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -149,7 +175,7 @@ def _start(
         with output.pipes(spec.rank) if output is not None else nullcontext((None, None)) as (out, err):
             process = subprocess.Popen(
                 [sys.executable, "-P", "-S", "-c", BEFORE_SCRIPT, str(os.getpid()), *command],
-                env={**common, **spec.environment()},
+                env={**common, **settings, **spec.environment()},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -175,10 +175,12 @@ class RankOutput:
         ranks: how many.
         prefix: whether lines begin with their rank.
         folder: where each rank gets a log file; None for no such files.
+        prints: whether lines are printed at all.
     """
 
-    def __init__(self, ranks: int, *, prefix: bool, folder: Path | None) -> None:
+    def __init__(self, ranks: int, *, prefix: bool, folder: Path | None, prints: bool = True) -> None:
         self._prefix = prefix
+        self._void = None if prints else open(os.devnull, "wb")  # noqa: SIM115
         self._logs = [] if folder is None else _logs(folder, ranks)
         self._streams: list[RankStream] = []
         self._loop = EventLoop()
@@ -187,7 +189,7 @@ class RankOutput:
     @contextmanager
     def pipes(self, rank: int) -> Iterator[tuple[int, int]]:
         """The stdout and the stderr for this rank's process, open while it is being started."""
-        out, err = (self._pipe(rank, target.buffer) for target in (sys.stdout, sys.stderr))
+        out, err = (self._pipe(rank, self._void or target.buffer) for target in (sys.stdout, sys.stderr))
         try:
             yield out, err
         finally:
@@ -211,6 +213,8 @@ class RankOutput:
         self._loop.close()
         for record in self._logs:
             record.close()
+        if self._void is not None:
+            self._void.close()
 
 
 def _logs(folder: Path, ranks: int) -> list[RankLog]:

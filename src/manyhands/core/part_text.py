@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manyhands.cli.index import PACKAGE
 from manyhands.core.errors import Refused, unknown
+from manyhands.core.method_index import PACKAGE
 
 HOMES = {"Codec": "codecs", "Rule": "rules", "Rate": "rules.schedules"}
 """The module that exports the parts of each kind, below `manyhands`."""
