@@ -144,7 +144,7 @@ def test_ctrl_c_ends_with_130(training):
 
 def test_options_give_the_engine():
     assert engine(RunOptions()) == Local(workers=2)
-    given = {"workers": 3, "servers": 1, "link": "tcp", "bind": "127.0.0.2", "spares": 1}
+    given = {"workers": 3, "servers": 1, "link": "tcp", "bind": "127.0.0.2", "spares": 1, "join_timeout": 5.0}
     assert engine(RunOptions(**given)) == Local(**given)
     assert engine(RunOptions(virtual=True, workers=8)) == Cluster(workers=8)
 

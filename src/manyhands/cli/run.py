@@ -20,7 +20,8 @@ examples:
   manyhands run -n 4 train.py
   manyhands run -n 4 --servers 1 train.py --epochs 3
   manyhands run -n 2 --link tcp train.py
-  manyhands run -n 4 --no-prefix --log-dir logs train.py"""
+  manyhands run -n 4 --no-prefix --log-dir logs train.py
+  manyhands run -n 4 --join-timeout 600 train.py"""
 FLAGS = ("-h", "--help", "--prefix", "--no-prefix")
 """Options without a value."""
 
@@ -37,6 +38,7 @@ class ScriptOptions:
         bind: the address to listen on with --link tcp.
         prefix: whether lines that the ranks print begin with their rank, if there are several.
         log_dir: a folder for the files rank0.log, rank1.log, ... with what each rank prints.
+        join_timeout: seconds from the first rank's mh.join until all ranks must be connected; 60 by default.
     """
 
     script: Annotated[Path, tyro.conf.Positional]
@@ -46,6 +48,7 @@ class ScriptOptions:
     bind: str = "127.0.0.1"
     prefix: bool = True
     log_dir: Path | None = None
+    join_timeout: float | None = None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -68,6 +71,7 @@ def run(argv: Sequence[str]) -> int:
             bind=options.bind,
             prefix=options.prefix,
             log_dir=options.log_dir,
+            deadline=options.join_timeout,
         )
     finally:
         log.removeHandler(handler)

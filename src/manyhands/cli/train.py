@@ -92,7 +92,7 @@ def check(options: CommonOptions) -> None:
     """Refuse options that contradict each other, before torch is imported."""
     if options.steps is not None and options.epochs is not None:
         raise Refused(f"steps is {options.steps} and epochs is {options.epochs}, but only one of them may be given")
-    for name, own in (("link", "links"), ("bind", "links"), ("spares", "newcomers")):
+    for name, own in (("link", "links"), ("bind", "links"), ("spares", "newcomers"), ("join_timeout", "time")):
         value = getattr(options, name, None)
         real = value is None or not is_virtual(options)
         refuse_unless(real, name, value, f"left out: a virtual cluster has {own} of its own")
@@ -141,7 +141,9 @@ def build(method: Method, knobs: dict[str, Any]) -> Strategy:
 
 def engine(options: CommonOptions) -> Local | Cluster:
     """Where to run: in real processes, or in a virtual cluster; options override what its file says."""
-    fields = {name: getattr(options, name, None) for name in ("workers", "servers", "link", "bind", "spares")}
+    fields = {
+        name: getattr(options, name, None) for name in ("workers", "servers", "link", "bind", "spares", "join_timeout")
+    }
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if is_virtual(options):
         from manyhands.virtual.cluster import Cluster

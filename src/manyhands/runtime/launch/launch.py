@@ -63,7 +63,7 @@ def launch(
     hosts: tuple[int, ...] | None = None,
     link: str = "shm",
     bind: str = "127.0.0.1",
-    deadline: float = 60.0,
+    deadline: float | None = None,
     context: Context = "spawn",
     checks_lending: bool = False,
     on_lines: Callable[[Any], None] | None = None,
@@ -118,7 +118,7 @@ def run_script(
     servers: int = 0,
     link: str = "shm",
     bind: str = "127.0.0.1",
-    deadline: float = 60.0,
+    deadline: float | None = None,
     prefix: bool = True,
     log_dir: Path | None = None,
 ) -> int:
