@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.cli.index import Method, methods
 from manyhands.cli.output import print_json
 from manyhands.cli.usage import HelpShown
-from manyhands.core.errors import PeerLost, Refused, refuse_unless
+from manyhands.core.errors import NotWritten, PeerLost, Refused, refuse_unless
 from manyhands.runtime.membership.error_codec import exit_code
 
 if TYPE_CHECKING:
@@ -69,8 +69,10 @@ def run(argv: Sequence[str]) -> int:
     facts = {"method": method.name, "task": options.task, "seed": options.seed, "world": result.world, "link": link}
     facts |= {name: getattr(result, name) for name in SHOWN}
     print_json(facts) if options.json else print(summary(facts))
+    if result.record_error:
+        print(f"manyhands: the record is incomplete: {result.record_error}", file=sys.stderr)
     if result.stopped_at is None:
-        return 0
+        return exit_code(NotWritten()) if result.record_error else 0
     print(f"manyhands: {how_to_resume(result, argv)}", file=sys.stderr)
     return STOPPED
 

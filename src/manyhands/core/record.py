@@ -1,6 +1,6 @@
 """Lines of a record: the shape of each kind, and their encoding as one JSON object per line.
 
-header  ->  step, evaluation, pause (any number, in any order)  ->  memory (one per worker)  ->  end
+header  ->  step, evaluation, pause, unsaved (any number, in any order)  ->  memory (one per worker)  ->  end
 
 {"kind": "step", "step": 3, "loss": nan}   encoded   {"kind":"step","step":3,"loss":null}\\n
 
@@ -84,6 +84,15 @@ PauseLine = TypedDict(
 """The pause of one worker while weights were saved or evaluated; `from` is no name for a field of a class."""
 
 
+class UnsavedLine(TypedDict):
+    """A checkpoint during the run that could not be written; the run continued."""
+
+    kind: Literal["unsaved"]
+    unsaved: int
+    time: float
+    why: str
+
+
 class MemoryLine(TypedDict):
     """Bytes of tensors that one worker keeps between steps."""
 
@@ -114,6 +123,7 @@ SHAPES: Mapping[str, Any] = {
     "step": StepLine,
     "evaluation": EvaluationLine,
     "pause": PauseLine,
+    "unsaved": UnsavedLine,
     "memory": MemoryLine,
     "end": EndLine,
 }

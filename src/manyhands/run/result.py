@@ -57,6 +57,8 @@ class Result:
     lost: Sequence[tuple[int, str]]
     stopped_at: int | None = None
     """The step at which a real run was stopped before its end (SIGTERM), if it was."""
+    record_error: str = ""
+    """Why the record on disk is incomplete, as on a full disk, if it is; `records` are complete."""
 
     @property
     def bytes(self) -> int:
