@@ -58,23 +58,37 @@ def run(argv: Sequence[str]) -> int:
     """Train as the command line says, print the result, and return the exit code."""
     method, knobs, options = read(argv)
     check(options)
+    interrupted = False
     with printed_warnings() as printed:
         try:
-            result = train(method, knobs, options)
+            result = train(method, knobs, options, argv)
         except PeerLost as error:
             if str(error) in printed:  # when it happened
                 return exit_code(error)
             raise
+        except KeyboardInterrupt as error:
+            if not hasattr(error, "result"):  # nothing of it was kept
+                raise
+            result, interrupted = error.result, True
     link = None if is_virtual(options) else options.link or "shm"
     facts = {"method": method.name, "task": options.task, "seed": options.seed, "world": result.world, "link": link}
     facts |= {name: getattr(result, name) for name in SHOWN}
     print_json(facts) if options.json else print(summary(facts))
+    return ending(result, argv, interrupted)
+
+
+def ending(result: Result, argv: Sequence[str], interrupted: bool) -> int:
+    """The exit code of a run that has a result; if it was stopped or its record is incomplete, print that."""
     if result.record_error:
         print(f"manyhands: the record is incomplete: {result.record_error}", file=sys.stderr)
-    if result.stopped_at is None:
-        return exit_code(NotWritten()) if result.record_error else 0
-    print(f"manyhands: {how_to_resume(result, argv)}", file=sys.stderr)
-    return STOPPED
+    if result.stopped_at is not None:
+        assert result.record is not None
+        print(f"manyhands: {saved_in(result.record.parent, argv, result.stopped_at)}", file=sys.stderr)
+    if interrupted:
+        return exit_code(KeyboardInterrupt())
+    if result.stopped_at is not None:
+        return STOPPED
+    return exit_code(NotWritten()) if result.record_error else 0
 
 
 def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], RunOptions]:
@@ -110,8 +124,8 @@ def is_virtual(options: CommonOptions) -> bool:
     return options.virtual or options.cluster is not None
 
 
-def train(method: Method, knobs: dict[str, Any], options: RunOptions) -> Result:
-    """Build the strategy and the engine, and run `mh.train`."""
+def train(method: Method, knobs: dict[str, Any], options: RunOptions, argv: Sequence[str]) -> Result:
+    """Build the strategy and the engine, and run `mh.train`; of an interrupted run say what is saved."""
     on = engine(options)
     from manyhands.report.progress import choose
     from manyhands.run.train import train as run  # imports torch
@@ -124,6 +138,11 @@ def train(method: Method, knobs: dict[str, Any], options: RunOptions) -> Result:
     with folder(options.out, f"{method.name}-{options.task}") as out:
         try:
             return run(options.task, strategy, out=out, progress=progress, on=on, **chosen)
+        except KeyboardInterrupt as error:
+            progress.stop()
+            if not hasattr(error, "result"):
+                print(f"manyhands: {saved_in(out, argv)}", file=sys.stderr)
+            raise
         finally:
             progress.stop()
 
@@ -223,18 +242,17 @@ def summary(facts: dict[str, Any]) -> str:
     return "\n".join([title, *(f"  {name:<14} {text}" for name, text in rows.items() if text is not None), *lost])
 
 
-def how_to_resume(result: Result, argv: Sequence[str]) -> str:
-    """Where a run was stopped, what was saved, and the command that resumes it."""
+def saved_in(out: Path, argv: Sequence[str], stopped_at: int | None = None) -> str:
+    """What is saved of a run that has ended early, and the command that resumes it."""
     from manyhands.runtime.checkpoint import found_in
     from manyhands.runtime.resume import folder_of
 
-    assert result.record is not None
-    out = result.record.parent
     saved = next(iter(found_in(folder_of(out))), None)
     if saved is None:
-        return f"stopped at step {result.stopped_at}; nothing was saved"
+        return "nothing was saved" if stopped_at is None else f"stopped at step {stopped_at}; nothing was saved"
     again = shlex.join(["manyhands", "train", *without("--resume", argv), "--resume", str(out)])
-    return f"stopped at step {saved.step}, saved in {saved.path}; to resume: {again}"
+    what = "the last checkpoint is of" if stopped_at is None else "stopped at"
+    return f"{what} step {saved.step}, saved in {saved.path}; to resume: {again}"
 
 
 def without(flag: str, argv: Sequence[str]) -> list[str]:

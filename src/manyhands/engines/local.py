@@ -96,12 +96,14 @@ class Local:
             on_lines=lambda parcels: observe(*parcels),
             spares=self.spares,
             deadline=self.join_timeout,
+            saves=spec.checkpoints is not None,
         )
         results = [one for one in launched.results if isinstance(one, RankResult)]
         stopped = [one.stopped_at for one in results if one.stopped_at is not None]
         trained = launched.results[: self.workers + self.spares]
         outcomes = [one.outcome for one in trained if isinstance(one, RankResult)]
-        return Ran(outcomes, sum(one.bytes_sent for one in results), launched.lost, _last_step(spec, stopped))
+        sent, last = sum(one.bytes_sent for one in results), _last_step(spec, stopped)
+        return Ran(outcomes, sent, launched.lost, last, launched.interrupted)
 
 
 def _last_step(spec: RunSpec, stopped: list[int]) -> int | None:

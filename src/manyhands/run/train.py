@@ -21,7 +21,7 @@ from manyhands.report.adapters import adapters as listeners
 from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress
 from manyhands.report.record import FORMAT, Record
-from manyhands.run.result import Result, evaluate, final_loss, lag_of, sha256
+from manyhands.run.result import Interrupted, Result, evaluate, final_loss, lag_of, sha256
 from manyhands.run.spec import RunSpec, make_spec
 from manyhands.virtual.cluster import Cluster
 
@@ -120,7 +120,10 @@ def run_spec(spec: RunSpec, progress: Progress | None = None, adapters: Sequence
             record.write(_error_footer(error))
             raise
         record.write(_footer(result))
-    return replace(result, record_error=record.failure)
+    result = replace(result, record_error=record.failure)
+    if ran.interrupted:
+        raise Interrupted(result)
+    return result
 
 
 def _raise_unsaved(ran: Ran) -> None:
