@@ -170,3 +170,32 @@ def test_what_the_owner_of_a_stripe_has_not_sent_goes_to_a_sum_without_owners(tm
         for name, x in found.items():
             left = [state[f"worker{rank}/sum/{kind}/{name.removeprefix('memory/')}"] for kind in ("memory", "owner")]
             assert torch.equal(x, left[0] + left[1])
+
+
+# -- any knobs ----------------------------------------------------------------------------------------
+
+WAYS = {
+    "local steps": [
+        *[mh.model_averaging(), mh.simuparallel(), mh.weighted_averaging(period=4), mh.bmuf(period=2)],
+        *[mh.diloco(period=2), mh.diloco(period=2, codec=FEEDBACK), mh.post_local_sgd(warmup=3)],
+    ],
+    "elastic": [mh.easgd(), mh.eamsgd(), mh.easgd(asynchronous=True), mh.easgd(codec=Half())],
+    "servers": [mh.ssp(), mh.downpour(n_push=3, phase="end"), mh.dc_asgd(), mh.ssp(codec=FEEDBACK)],
+    "compressed": [mh.fp16_sgd(), mh.onebit_sgd(), mh.dgc(), mh.powersgd(), mh.sparcml()],
+}
+
+
+@pytest.mark.parametrize("kind", WAYS)
+def test_any_other_knobs_are_in_force_or_refused_with_a_reason(kind, tmp_path):
+    ends = {"resumed": 0, "refused": 0}
+    for number, before in enumerate(WAYS[kind]):
+        saved(before, tmp_path / str(number), steps=5)
+        for after in WAYS[kind]:
+            try:
+                resumed(after, tmp_path / str(number), steps=9, workers=3)
+                ends["resumed"] += 1
+            except mh.Refused as error:
+                assert before is not after, str(error)
+                assert "checkpoint" in str(error) or "saved" in str(error)
+                ends["refused"] += 1
+    assert ends["resumed"] >= len(WAYS[kind]) and ends["refused"] >= (kind != "elastic")

@@ -196,8 +196,9 @@ def refuse_lost(saved: Saved) -> None:
     names = sorted(name for name, value in saved.items() if bool(value.any()))
     if not names:
         return
-    is_memory = any(part in MEMORIES for name in names for part in name.split("/"))
-    what, way_out = ("what a codec has not sent yet", "codec") if is_memory else ("state without a place here", "knobs")
+    memories = [name for name in names if not {*name.split("/")}.isdisjoint(MEMORIES)]
+    what, way_out = ("what a codec has not sent yet", "codec") if memories else ("state without a place here", "knobs")
+    names = memories or names
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     raise Refused(
         f"the checkpoint holds {what} ({names[0]}{more}), which would be lost: "
