@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from manyhands.cli import main
 from manyhands.cli.options import RunOptions
 from manyhands.cli.train import engine, summary, without
 from manyhands.engines.local import Local
@@ -135,16 +136,27 @@ def test_sigterm_stops_and_saves_and_prints_how_to_resume(training, manyhands, t
     assert {line["step"] for line in map(json.loads, lines) if "loss" in line} == {int(step) + 1, int(step) + 2}
 
 
-def test_ctrl_c_ends_with_130(training):
+def test_ctrl_c_saves_and_ends_with_130(training):
     training.send_signal(signal.SIGINT)
     out, err = training.communicate()
-    assert (training.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "manyhands: interrupted" and "Traceback" not in err
+    assert training.returncode == 130 and json.loads(out)["stopped_at"] >= 800
+    assert re.match(r"manyhands: stopped at step \d+, saved in \S+; to resume: manyhands", err.splitlines()[-1])
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_in_virtual_time_ends_at_once(monkeypatch, tmp_path, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("manyhands.virtual.kernel.Kernel.run", interrupted)
+    assert main(["train", "bsp", "--virtual", "--steps", "4"]) == 130
+    assert capsys.readouterr().err.splitlines()[-2:] == ["manyhands: nothing was saved", "manyhands: interrupted"]
 
 
 def test_options_give_the_engine():
     assert engine(RunOptions()) == Local(workers=2)
-    given = {"workers": 3, "servers": 1, "link": "tcp", "bind": "127.0.0.2", "spares": 1}
+    given = {"workers": 3, "servers": 1, "link": "tcp", "bind": "127.0.0.2", "spares": 1, "join_timeout": 5.0}
     assert engine(RunOptions(**given)) == Local(**given)
     assert engine(RunOptions(virtual=True, workers=8)) == Cluster(workers=8)
 

@@ -12,7 +12,7 @@ from manyhands.core.rule import Remembers, UpdateContext
 from manyhands.core.state import add, join, load_vectors, named, restore, section, state_slices, under
 from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.weight_slice import WeightSlice
-from manyhands.rules import Adam, ClipNorm, ClipValue, Momentum, Sgd, Torch, chain
+from manyhands.rules import Adam, ClipNorm, ClipValue, Momentum, RmsProp, Sgd, Torch, chain
 
 RULES = {
     "sgd": lambda: Sgd(0.1),
@@ -132,6 +132,9 @@ def test_the_state_of_another_rule_is_refused():
         Model(Adam(0.1), []).restore(one.state())
     with pytest.raises(Refused, match="remembers m of weight in the checkpoint, but must remember nothing"):
         Model(Sgd(0.1), []).restore(one.state())
+    by_rule = r"the optimizer is Adam, but must be the rule whose memory 'v' was saved"
+    with pytest.raises(Refused, match=by_rule):
+        Model(Torch("Adam", lr=0.1), []).restore(Model(RmsProp(0.1), []).state())
     torch_adam = Model(Torch("Adam", lr=0.1), [])
     torch_adam.step(0)
     with pytest.raises(Refused, match="the optimizer is AdamW, but must be Adam, whose memory was saved"):

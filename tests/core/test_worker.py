@@ -43,3 +43,24 @@ def test_a_module_without_some_parameters_can_be_chosen():
 def test_a_choice_that_comes_too_late_is_refused(before):
     with pytest.raises(mh.Refused, match="lay_out was called after flat had been used"):
         names(lambda w: (before(w), w.lay_out(w.model[1])))
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.LazyLinear(3), lambda: nn.LazyBatchNorm1d(affine=False)])
+def test_a_layer_without_a_shape_is_refused_wherever_the_model_comes_from(layer):
+    lazy = Task(model=lambda: nn.Sequential(layer(), nn.Linear(3, 1)), data=TASK.data * 4)
+    refusal = "^0[.](weight|running_mean) has no shape yet, but must have one: run one forward pass where the model is"
+    with pytest.raises(mh.Refused, match=refusal):
+        mh.train(lazy, mh.ssp(), steps=1)
+    with pytest.raises(mh.Refused, match=refusal):
+        simulate(mh.Cluster(workers=1), lambda t: Worker(t, lazy, lazy.model(), seed=0, steps=1, batch_size=1))
+
+
+def test_a_lazy_layer_trains_after_a_forward_pass():
+    def ready():
+        made = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+        made(torch.zeros(1, 2))
+        return made
+
+    lazy = Task(model=ready, data=TASK.data * 2, loss=nn.functional.mse_loss, batch_size=1)
+    result = mh.train(lazy, mh.bsp(), cluster=mh.Cluster(workers=2), steps=1)
+    assert result.weights["0.weight"].shape == (3, 2)

@@ -268,7 +268,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path, caplog):
         "from manyhands.runtime.launch.join import connect\ntry: connect()\nexcept Exception: pass\n"
     )
     assert run_script(str(script), [], workers=2, deadline=1.0) == 1
-    assert messages(caplog) == ["rank 1 has not joined within 1 s"]
+    assert messages(caplog) == ["rank 1 has not joined within 1 s (--join-timeout or MANYHANDS_JOIN_TIMEOUT sets this)"]
 
 
 class Elsewhere(str):
@@ -305,3 +305,17 @@ def test_signals_are_handled_as_before(tmp_path, quickly):
     mh.train(small(), mh.bsp(lr=0.01), workers=1, steps=1)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+
+
+def test_the_time_in_which_ranks_must_come_can_be_chosen(tmp_path, start):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, time\nif os.environ['RANK'] == '1': time.sleep(3600)\n"
+        "from manyhands.runtime.launch.join import connect\ntry: connect()\nexcept Exception: pass\n"
+    )
+    ended, _, said = start("-m", "manyhands.cli", "run", "-n", 2, "--join-timeout", 0.5, script).ended()
+    assert ended == 1 and said.splitlines()[-1].startswith(
+        "manyhands: rank 1 has not joined within 0.5 s (--join-timeout"
+    )
+    ended, _, said = start("-m", "manyhands.cli", "run", "--join-timeout=-1", script).ended()
+    assert (ended, said) == (2, "manyhands: the join timeout is -1.0, but must be a number of seconds > 0\n")

@@ -49,28 +49,103 @@ def trains(folder):
 # -- Ctrl-C -------------------------------------------------------------------------------------------
 
 
-def interrupted(program, to_all):
-    """Ctrl-C, at a terminal or for the launching process alone; the time until everyone has ended."""
-    began = time.monotonic()
+def interrupt(program, to_all=True):
     os.killpg(program.pid, signal.SIGINT) if to_all else os.kill(program.pid, signal.SIGINT)
+
+
+def interrupted(program, to_all):
+    """Ctrl-C, at a terminal or for the launching process alone; what is said until everyone has ended."""
+    began = time.monotonic()
+    interrupt(program, to_all)
     code, out, said = program.ended()
     assert_within(LIMIT, time.monotonic() - began)
     assert (code, out, said.splitlines()[-1]) == (130, "", "manyhands: interrupted")
     assert "Traceback" not in said
+    return said.splitlines()
+
+
+SAVING = "manyhands: interrupted: the run stops after this step and is saved; a second Ctrl-C stops it at once"
 
 
 @pytest.mark.parametrize("to_all", [True, False], ids=["group", "launcher"])
-def test_an_interrupt_ends_a_training(to_all, tmp_path, start):
-    program = start(*TRAIN, "--out", tmp_path)
-    until(lambda: trains(tmp_path))
-    interrupted(program, to_all)
+@pytest.mark.parametrize("method", ["bsp", "ssp"])
+def test_an_interrupt_saves_a_training_and_says_how_to_resume(method, to_all, tmp_path, start, quickly):
+    out = tmp_path / "out"
+    program = start("-m", "manyhands.cli", "train", method, *LONG, "--out", out)
+    until(lambda: trains(out))
+    interrupt(program, to_all)
+    code, summary, said = program.ended(10.0)
+    assert code == 130 and f"{method} on digits" in summary and "Traceback" not in said
+    assert SAVING in said.splitlines()
+    saved = mh.load_checkpoint(out / "checkpoints")
+    again = f"manyhands train {method} --workers 2 --steps 1000000 --out {out} --resume {out}"
+    words = f"manyhands: stopped at step {saved.facts['step']}, saved in {saved.path}; to resume: {again}"
+    assert said.splitlines()[-1] == words
+    steps = saved.facts["step"] + 1
+    resumed = mh.train("digits", getattr(mh, method)(), workers=2, steps=steps, resume=out)
+    assert {line["step"] for line in resumed.records if line["kind"] == "step"} and resumed.stopped_at is None
+
+
+def test_a_run_without_a_folder_is_ended_at_once_by_an_interrupt(tmp_path):
+    strike = Strike(interrupt_and_wait, tmp_path)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        mh.train(small(), struck(mh.bsp(lr=0.01), strike), workers=2, steps=10**6)
+    assert_within(LIMIT, strike.seconds_ago())
+
+
+def interrupt_and_wait(w, batch):
+    """A step that never ends, during which Ctrl-C is pressed."""
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(3600)
+
+
+def interrupt_twice_and_wait(w, batch):
+    os.kill(os.getppid(), signal.SIGINT)
+    until(lambda: w.transport.control.finishing)
+    interrupt_and_wait(w, batch)
+
+
+def terminate_interrupt_and_wait(w, batch):
+    os.kill(os.getppid(), signal.SIGTERM)
+    until(lambda: w.transport.control.finishing)
+    interrupt_and_wait(w, batch)
+
+
+@pytest.mark.parametrize("act", [interrupt_twice_and_wait, terminate_interrupt_and_wait])
+def test_a_second_interrupt_ends_a_run_at_once(act, tmp_path):
+    strike = Strike(act, tmp_path)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        mh.train(small(), struck(mh.bsp(lr=0.01), strike), workers=2, steps=10**6, out=tmp_path / "out")
+    assert_within(LIMIT, strike.seconds_ago())
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def interrupt_once(w, batch):
+    os.kill(os.getppid(), signal.SIGINT)
+    until(lambda: w.transport.control.finishing)
+    return batch
+
+
+def test_an_interrupt_is_raised_when_the_run_is_saved(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt, match=r"^the run was stopped at step \d+ and saved: resume=") as raised:
+        mh.train(small(), struck(mh.bsp(lr=0.01), Strike(interrupt_once, tmp_path)), workers=2, steps=10**6, out=out)
+    assert mh.load_checkpoint(out / "checkpoints").facts["step"] == raised.value.result.stopped_at
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_comparison_that_is_interrupted_leaves_no_checkpoint_in_the_way_of_the_next(tmp_path):
+    strategy = struck(mh.bsp(lr=0.01), Strike(interrupt_and_wait, tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        mh.compare(small(), {"first": strategy, "second": mh.ssp()}, workers=2, steps=10**5, out=tmp_path / "out")
+    assert not list((tmp_path / "out").glob("**/checkpoints")) and not list((tmp_path / "out").glob("second*"))
 
 
 @pytest.mark.parametrize("moment", ["the first rank is there", "all ranks are there"])
 def test_an_interrupt_while_ranks_are_being_started_is_not_forgotten(moment, tmp_path, start):
     program = start(*TRAIN, "--out", tmp_path)
     until(lambda: len(program.ranks()) >= (1 if "first" in moment else 2))
-    interrupted(program, to_all=True)
+    assert "manyhands: nothing was saved" in interrupted(program, to_all=True)
 
 
 def nothing(transport):

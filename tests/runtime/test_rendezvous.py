@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from manyhands.core.errors import Refused
+from manyhands.engines.local import Local
 from manyhands.runtime.launch import rendezvous
 from manyhands.runtime.launch.rendezvous import rank_spec_from_torchrun
+from manyhands.runtime.rank_spec import join_timeout
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -23,7 +25,6 @@ from manyhands.runtime.launch.join import connect
 
 if "HOST" in os.environ:
     rendezvous.host_identity = lambda: os.environ["HOST"]
-rendezvous.DEADLINE = float(os.environ.get("DEADLINE", 60))
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece: others write too
@@ -160,8 +161,20 @@ t.leave()
 
 
 def test_who_does_not_come_is_named(ranks):
-    said = ends(ranks([LEAVES, LEAVES, "pass"], DEADLINE=["5"] * 3))
-    assert [words.partition(" (")[0] for words in said[:2]] == ["ManyhandsError: rank 2 has not joined within 5 s"] * 2
+    said = ends(ranks([LEAVES, LEAVES, "pass"], MANYHANDS_JOIN_TIMEOUT=["5"] * 3))
+    why = "rank 2 has not joined within 5 s (--join-timeout or MANYHANDS_JOIN_TIMEOUT sets this)"
+    assert [words.partition(": its entry")[0] for words in said[:2]] == [f"ManyhandsError: {why}"] * 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "inf"])
+def test_a_time_that_cannot_be_waited_for_is_refused(text, monkeypatch):
+    monkeypatch.setenv("MANYHANDS_JOIN_TIMEOUT", text)
+    bound = "a number of seconds > 0"
+    with pytest.raises(Refused, match=f"^MANYHANDS_JOIN_TIMEOUT is {text}, but must be {bound}$"):
+        join_timeout()
+    assert join_timeout(5) == 5, "what a launcher says comes first"
+    with pytest.raises(Refused, match=f"^the join timeout is 0, but must be {bound}$"):
+        Local(join_timeout=0)
 
 
 def test_a_secret_of_ones_own_must_be_everywhere(ranks):
@@ -170,7 +183,7 @@ def test_a_secret_of_ones_own_must_be_everywhere(ranks):
 
 
 def test_or_is_missed(ranks):
-    said = ends(ranks([LEAVES, LEAVES], MANYHANDS_SECRET=["pass", None], DEADLINE=["8"] * 2))
+    said = ends(ranks([LEAVES, LEAVES], MANYHANDS_SECRET=["pass", None], MANYHANDS_JOIN_TIMEOUT=["8"] * 2))
     assert said[1] == "Refused: MANYHANDS_SECRET is set on rank 0, but not on rank 1"
 
 

@@ -47,6 +47,7 @@ class CommonOptions:
         option("how workers exchange tensors: through shared memory, or through sockets", "shm", "{shm,tcp}"),
     ] = None
     bind: Annotated[str | None, option("the address to listen on with --link tcp", "127.0.0.1", "ADDRESS")] = None
+    join_timeout: Annotated[float | None, option("seconds until all ranks must be connected", "60", "FLOAT")] = None
     virtual: FlagCreatePairsOff[Annotated[bool, option("train in a virtual cluster, in virtual time", "no")]] = False
     cluster: Annotated[Path | None, option("a TOML file that describes a virtual cluster", "none", "FILE")] = None
     data: Annotated[Path | None, option("the folder or file that the task reads", "none", "PATH")] = None

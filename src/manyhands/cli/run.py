@@ -23,7 +23,8 @@ examples:
   manyhands run -n 4 --servers 1 train.py --epochs 3
   manyhands run -n 2 --link tcp train.py
   manyhands run -n 4 --no-prefix --log-dir logs train.py
-  manyhands run -n 4 --method ssp:staleness=3 --out runs/mine train.py"""
+  manyhands run -n 4 --method ssp:staleness=3 --out runs/mine train.py
+  manyhands run -n 4 --join-timeout 600 train.py"""
 FLAGS = ("-h", "--help", "--prefix", "--no-prefix")
 """Options without a value."""
 
@@ -43,6 +44,7 @@ class ScriptOptions:
         method: the method with its knobs, instead of the script's own: ssp:staleness=3.
         out: a folder for the record of the run, which `manyhands report` reads.
         adapters: where the record is also sent: tensorboard, mlflow.
+        join_timeout: seconds from the first rank's mh.join until all ranks must be connected; 60 by default.
     """
 
     script: Annotated[Path, tyro.conf.Positional]
@@ -55,6 +57,7 @@ class ScriptOptions:
     method: str | None = None
     out: Path | None = None
     adapters: str | None = None
+    join_timeout: float | None = None
 
 
 def run(argv: Sequence[str]) -> int:
@@ -80,7 +83,7 @@ def run(argv: Sequence[str]) -> int:
 def start(options: ScriptOptions, arguments: Sequence[str]) -> int:
     """Start the ranks, with a record if there is a folder for it; the exit code."""
     names = ("workers", "servers", "link", "bind", "prefix", "log_dir")
-    chosen = {name: getattr(options, name) for name in names}
+    chosen = {name: getattr(options, name) for name in names} | {"deadline": options.join_timeout}
     settings = ScriptSettings(options.method)
     if options.out is None:
         return run_script(str(options.script), arguments, settings=settings, **chosen)

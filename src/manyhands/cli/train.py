@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.cli.output import print_json
 from manyhands.cli.usage import HelpShown
-from manyhands.core.errors import PeerLost, Refused, refuse_unless
+from manyhands.core.errors import NotWritten, PeerLost, Refused, refuse_unless
 from manyhands.core.method_index import Method, methods
 from manyhands.runtime.membership.error_codec import exit_code
 
@@ -56,21 +56,37 @@ def run(argv: Sequence[str]) -> int:
     """Train as the command line says, print the result, and return the exit code."""
     method, knobs, options = read(argv)
     check(options)
+    interrupted = False
     with printed_warnings() as printed:
         try:
-            result = train(method, knobs, options)
+            result = train(method, knobs, options, argv)
         except PeerLost as error:
             if str(error) in printed:  # when it happened
                 return exit_code(error)
             raise
+        except KeyboardInterrupt as error:
+            if not hasattr(error, "result"):  # nothing of it was kept
+                raise
+            result, interrupted = error.result, True
     link = None if is_virtual(options) else options.link or "shm"
     facts = {"method": method.name, "task": options.task, "seed": options.seed, "world": result.world, "link": link}
     facts |= {name: getattr(result, name) for name in SHOWN}
     print_json(facts) if options.json else print(summary(facts))
-    if result.stopped_at is None:
-        return 0
-    print(f"manyhands: {how_to_resume(result, argv)}", file=sys.stderr)
-    return STOPPED
+    return ending(result, argv, interrupted)
+
+
+def ending(result: Result, argv: Sequence[str], interrupted: bool) -> int:
+    """The exit code of a run that has a result; if it was stopped or its record is incomplete, print that."""
+    if result.record_error:
+        print(f"manyhands: the record is incomplete: {result.record_error}", file=sys.stderr)
+    if result.stopped_at is not None:
+        assert result.record is not None
+        print(f"manyhands: {saved_in(result.record.parent, argv, result.stopped_at)}", file=sys.stderr)
+    if interrupted:
+        return exit_code(KeyboardInterrupt())
+    if result.stopped_at is not None:
+        return STOPPED
+    return exit_code(NotWritten()) if result.record_error else 0
 
 
 def read(argv: Sequence[str]) -> tuple[Method, dict[str, Any], RunOptions]:
@@ -90,7 +106,7 @@ def check(options: CommonOptions) -> None:
     """Refuse options that contradict each other, before torch is imported."""
     if options.steps is not None and options.epochs is not None:
         raise Refused(f"steps is {options.steps} and epochs is {options.epochs}, but only one of them may be given")
-    for name, own in (("link", "links"), ("bind", "links"), ("spares", "newcomers")):
+    for name, own in (("link", "links"), ("bind", "links"), ("spares", "newcomers"), ("join_timeout", "time")):
         value = getattr(options, name, None)
         real = value is None or not is_virtual(options)
         refuse_unless(real, name, value, f"left out: a virtual cluster has {own} of its own")
@@ -106,8 +122,8 @@ def is_virtual(options: CommonOptions) -> bool:
     return options.virtual or options.cluster is not None
 
 
-def train(method: Method, knobs: dict[str, Any], options: RunOptions) -> Result:
-    """Build the strategy and the engine, and run `mh.train`."""
+def train(method: Method, knobs: dict[str, Any], options: RunOptions, argv: Sequence[str]) -> Result:
+    """Build the strategy and the engine, and run `mh.train`; of an interrupted run say what is saved."""
     on = engine(options)
     from manyhands.report.progress import choose
     from manyhands.run.methods import build  # imports torch
@@ -121,13 +137,20 @@ def train(method: Method, knobs: dict[str, Any], options: RunOptions) -> Result:
     with folder(options.out, f"{method.name}-{options.task}") as out:
         try:
             return run(options.task, strategy, out=out, progress=progress, on=on, **chosen)
+        except KeyboardInterrupt as error:
+            progress.stop()
+            if not hasattr(error, "result"):
+                print(f"manyhands: {saved_in(out, argv)}", file=sys.stderr)
+            raise
         finally:
             progress.stop()
 
 
 def engine(options: CommonOptions) -> Local | Cluster:
     """Where to run: in real processes, or in a virtual cluster; options override what its file says."""
-    fields = {name: getattr(options, name, None) for name in ("workers", "servers", "link", "bind", "spares")}
+    fields = {
+        name: getattr(options, name, None) for name in ("workers", "servers", "link", "bind", "spares", "join_timeout")
+    }
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if is_virtual(options):
         from manyhands.virtual.cluster import Cluster
@@ -192,18 +215,17 @@ def summary(facts: dict[str, Any]) -> str:
     return "\n".join([result_title(facts), *rows, *lost])
 
 
-def how_to_resume(result: Result, argv: Sequence[str]) -> str:
-    """Where a run was stopped, what was saved, and the command that resumes it."""
+def saved_in(out: Path, argv: Sequence[str], stopped_at: int | None = None) -> str:
+    """What is saved of a run that has ended early, and the command that resumes it."""
     from manyhands.runtime.checkpoint import found_in
     from manyhands.runtime.resume import folder_of
 
-    assert result.record is not None
-    out = result.record.parent
     saved = next(iter(found_in(folder_of(out))), None)
     if saved is None:
-        return f"stopped at step {result.stopped_at}; nothing was saved"
+        return "nothing was saved" if stopped_at is None else f"stopped at step {stopped_at}; nothing was saved"
     again = shlex.join(["manyhands", "train", *without("--resume", argv), "--resume", str(out)])
-    return f"stopped at step {saved.step}, saved in {saved.path}; to resume: {again}"
+    what = "the last checkpoint is of" if stopped_at is None else "stopped at"
+    return f"{what} step {saved.step}, saved in {saved.path}; to resume: {again}"
 
 
 def without(flag: str, argv: Sequence[str]) -> list[str]:

@@ -15,6 +15,9 @@ A part's scope says which ranks have it:
     all          every worker    worker2/sum/fc.weight   every worker: a list of all workers' states, by rank
 
 All parts together need one gathering, and none if only the lead saves. How names and slices are joined is in state.py.
+
+A run may be resumed with other knobs. State that no part of it takes is refused, unless it is all 0; so a part that
+depends on a knob is declared only with that knob, or it is declared and drops what has no effect any more.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ import torch
 from manyhands.core.flat import ParamSlot
 from manyhands.core.gather import gather, need_all
 from manyhands.core.state import (
+    BUFFER,
+    OF_WORKER,
     StateSlice,
     add,
     join,
     load_vectors,
     named,
+    refuse_lost,
     restore,
     section,
     state_slices,
@@ -206,13 +212,24 @@ def _scope(parts: StateParts, path: str) -> Scope:
 
 def load_state(w: Worker, strategy: Strategy, saved: Saved) -> None:
     """Continue from a saved state, however many workers there are now; every worker calls it after `setup`."""
-    workers = workers_in(saved)
-    for name, part in strategy.declared_state(w).items():
+    workers, parts = workers_in(saved), strategy.declared_state(w)
+    refuse_lost({name: value for name, value in saved.items() if not _is_taken(parts, name)})
+    for name, part in parts.items():
         if part.scope not in ONCE_PER_JOB:
             part.load([section(one, name) for one in _selected(w, part.scope, workers)])
         elif part.scope != "lead" or w.rank == w.lead:
             part.load([section(saved, name)])
     strategy.restored(w)
+
+
+def _is_taken(parts: StateParts, path: str) -> bool:
+    """Whether a part takes what was saved under this path; a snapshot loads buffers itself."""
+    worker, _, rest = path.partition("/")
+    by_worker = OF_WORKER.fullmatch(worker) is not None
+    name = (rest if by_worker else path).partition("/")[0]
+    if name not in parts:
+        return by_worker and name == BUFFER
+    return by_worker != (parts[name].scope in ONCE_PER_JOB)
 
 
 def _selected(w: Worker, scope: Scope, workers: Sequence[Saved]) -> Sequence[Saved]:

@@ -36,7 +36,7 @@ from manyhands.core.codec import (
 )
 from manyhands.core.errors import BadPayload, Diverged, refuse_unless
 from manyhands.core.flat import ParamSlot, Span
-from manyhands.core.state import add, named
+from manyhands.core.state import add, named, refuse_lost
 from manyhands.core.strategy import Saved
 from manyhands.core.vector_ops import sized
 from manyhands.core.worker import Worker
@@ -245,10 +245,12 @@ class Encoder:
         return named(self._w.flat.slots, memories) if memories else {}
 
     def inherit(self, saved: Sequence[Saved]) -> None:
-        """Add the saved memories of some workers to this one."""
-        memories = [memory for memory in self.memory if memory is not None]
-        for one in saved if memories else ():
-            add(self._w.flat.slots, memories, one)
+        """Add the saved memories of some workers to this one; refused if this codec has no place for them."""
+        mine = self.state()
+        for one in saved:
+            refuse_lost({f"memory/{name}": value for name, value in one.items() if name not in mine})
+            if mine:
+                add(self._w.flat.slots, [memory for memory in self.memory if memory is not None], one)
 
 
 def _first(memory: Tensor) -> Tensor:

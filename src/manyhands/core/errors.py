@@ -55,6 +55,15 @@ class BadPayload(ManyhandsError):
     """A received payload is not the output of its codec: wrong length or dtype, or out of range."""
 
 
+class NotWritten(ManyhandsError):
+    """A file could not be written, as on a full disk; the message names the path and the reason."""
+
+
+def not_written(path: object, error: OSError) -> NotWritten:
+    """The error of a file that could not be written, in one sentence."""
+    return NotWritten(f"{path} cannot be written: {error.strerror or error}")
+
+
 def refuse_unless(holds: bool, name: str, value: object, bound: str) -> None:
     """Refuse `value` of setting `name` unless `holds`; all such messages are worded here."""
     if not holds:

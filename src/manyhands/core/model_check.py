@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from manyhands.core.errors import Refused
 from manyhands.core.port import Tag, Transport, recv
@@ -18,6 +19,7 @@ _Entry = tuple[str, tuple[int, ...], str, str]
 
 def refuse_unlike(transport: Transport, model: nn.Module, groups: Sequence[Sequence[str]] = ()) -> None:
     """Refuse a model whose parameters, buffers or parameter groups differ from those of rank 0; name the first."""
+    refuse_uninitialised(model)
     own = _layout(model, {name: number for number, names in enumerate(groups) for name in names})
     if transport.rank == 0:
         for rank in transport.peers():
@@ -27,6 +29,16 @@ def refuse_unlike(transport: Transport, model: nn.Module, groups: Sequence[Seque
         if here != there:
             raise Refused(
                 f"rank {transport.rank} has another model than rank 0: {_words(here)} here, {_words(there)} there"
+            )
+
+
+def refuse_uninitialised(model: nn.Module) -> None:
+    """Refuse a lazy layer, whose parameters have no shape before its first forward pass; name the first."""
+    for name, x in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(x):
+            raise Refused(
+                f"{name} has no shape yet, but must have one: run one forward pass where the model is made, "
+                "or give its layer the number of inputs"
             )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from manyhands.core.barrier import barrier
 from manyhands.core.budget import JoinableBudget, Segment
 from manyhands.core.buffers import average_buffers, gather_buffers, merge_buffers
 from manyhands.core.declared_state import load_state, save_state
+from manyhands.core.errors import NotWritten
 from manyhands.core.footprint import footprint
 from manyhands.core.gather import Gathered
 from manyhands.core.param_groups import rule_of
@@ -89,6 +90,8 @@ class Outcome:
     seconds: float
     weights: Weights | None = None
     buffers: Weights | None = None
+    unsaved: str = ""
+    """Why the last checkpoint could not be written, if it could not; only where it was to be written."""
 
 
 # -- the life cycle of a worker ------------------------------------------------------------------------
@@ -141,7 +144,7 @@ class RankRun:
         else:
             self._quiesce(step, save, evaluate)
         line = {"kind": "pause", "paused": t.rank, "from": began, "to": t.now(), "bytes": t.bytes_sent - sent}
-        self._write(line)
+        self.write(line)
 
     def _peek(self, step: int | None, evaluate: Evaluate | None) -> None:
         """All workers wait between two steps; the lead reads the weights and changes nothing."""
@@ -170,7 +173,7 @@ class RankRun:
     def _evaluate(self, step: int | None, evaluate: Evaluate, weights: Weights, gathered: Gathered) -> None:
         accuracy = evaluate(weights, merge_buffers(gathered))
         now = self.worker.transport.now()
-        self._write({"kind": "evaluation", "evaluated": step, "time": now, "accuracy": accuracy})
+        self.write({"kind": "evaluation", "evaluated": step, "time": now, "accuracy": accuracy})
 
     def end(self) -> Outcome:
         """Complete what is in flight, and gather the answer at the lead."""
@@ -182,7 +185,8 @@ class RankRun:
         weights = self.strategy.answer(w)
         return Outcome(seconds, weights, average_buffers(w))
 
-    def _write(self, line: Line) -> None:
+    def write(self, line: Line) -> None:
+        """Add a line to the record, if one is kept."""
         if self.observe is not None:
             self.observe(line)
 
@@ -241,8 +245,8 @@ def _work(job: Job, strategy: Strategy, w: Worker) -> Outcome:
     run.begin(job.resume, joins=joins)
     if joins:
         _joinable(segments[0]).arrived(w.transport)
-    _train(job, run, segments)
-    return run.end()
+    unsaved = _train(job, run, segments)
+    return replace(run.end(), unsaved=unsaved)
 
 
 def _join(job: Job, w: Worker) -> Sequence[Segment]:
@@ -265,9 +269,12 @@ def _joinable(segment: Segment) -> JoinableBudget:
 
 
 @torch.no_grad()
-def _train(job: Job, run: RankRun, segments: Sequence[Segment]) -> None:
-    """Take mini-batches as long as the budget of a segment grants them, then pause; segment after segment."""
-    w = run.worker
+def _train(job: Job, run: RankRun, segments: Sequence[Segment]) -> str:
+    """Take mini-batches as long as the budget of a segment grants them, then pause; segment after segment.
+
+    Returns why the last checkpoint could not be written, if it could not.
+    """
+    w, unsaved = run.worker, ""
     batches = job.batches(w.transport, w.step)
     for segment in segments:
         w.gather_round = segment.stop * GATHERS_PER_SEGMENT  # the same number for workers that have joined
@@ -275,15 +282,31 @@ def _train(job: Job, run: RankRun, segments: Sequence[Segment]) -> None:
             run.step(next(batches))
         if joined := [rank for rank in segment.budget.arrivals if rank not in w.members]:
             w.members = [*w.members, *joined]
-        _pause(job, run, segment)
+        unsaved = _pause(job, run, segment)
         if segment.budget.stopped:
-            return
+            break
+        if unsaved and segment is not segments[-1]:
+            run.write({"kind": "unsaved", "unsaved": segment.stop, "time": w.transport.now(), "why": unsaved})
+    return unsaved
 
 
-def _pause(job: Job, run: RankRun, segment: Segment) -> None:
-    """Pause if a checkpoint or an evaluation is due: a run that is stopped early is saved, but not evaluated."""
+def _pause(job: Job, run: RankRun, segment: Segment) -> str:
+    """Pause if a checkpoint or an evaluation is due: a run that is stopped early is saved, but not evaluated.
+
+    A run does not fail in the middle because its disk is full. Returns why a checkpoint could not be written.
+    """
+    failures: list[NotWritten] = []
     stopped = segment.budget.stopped
     save = job.save if stopped or (job.saves_segments and segment.saves) else None
     evaluate = job.evaluate if segment.evaluates and not stopped else None
     if save is not None or evaluate is not None:
-        run.pause(None if stopped else segment.stop, save, evaluate)
+        attempt = None if save is None else partial(_attempt, save, failures)
+        run.pause(None if stopped else segment.stop, attempt, evaluate)
+    return str(failures[0]) if failures else ""
+
+
+def _attempt(save: Save, failures: list[NotWritten], snapshot: Snapshot) -> None:
+    try:
+        save(snapshot)
+    except NotWritten as error:
+        failures.append(error)

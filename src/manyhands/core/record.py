@@ -1,6 +1,6 @@
 """Lines of a record: the shape of each kind, and their encoding as one JSON object per line.
 
-header  ->  step, evaluation, pause, numbers (any number, in any order)  ->  memory (one per worker)  ->  end
+header  ->  step, evaluation, pause, numbers, unsaved (any number, in any order)  ->  memory (one per worker)  ->  end
 
 {"kind": "step", "step": 3, "loss": nan}   encoded   {"kind":"step","step":3,"loss":null}\\n
 
@@ -94,6 +94,15 @@ class NumbersLine(TypedDict):
     values: dict[str, float | None]
 
 
+class UnsavedLine(TypedDict):
+    """A checkpoint during the run that could not be written; the run continued."""
+
+    kind: Literal["unsaved"]
+    unsaved: int
+    time: float
+    why: str
+
+
 class MemoryLine(TypedDict):
     """Bytes of tensors that one worker keeps between steps."""
 
@@ -125,6 +134,7 @@ SHAPES: Mapping[str, Any] = {
     "evaluation": EvaluationLine,
     "pause": PauseLine,
     "numbers": NumbersLine,
+    "unsaved": UnsavedLine,
     "memory": MemoryLine,
     "end": EndLine,
 }

@@ -11,7 +11,7 @@ import torch
 from manyhands.core.buffers import merge_buffers
 from manyhands.core.errors import Refused
 from manyhands.core.gather import Gathered
-from manyhands.core.state import Snapshot, own, section, under
+from manyhands.core.state import BUFFER, Snapshot, own, section, under
 from manyhands.core.strategy import Saved, Strategy, Weights
 from manyhands.core.worker import Worker
 
@@ -25,7 +25,7 @@ def take_snapshot(
     """
     positions = {rank: meta[0] for rank, (meta, _) in gathered.items()}
     for rank, ((_, _, *names), tensors) in gathered.items():
-        state |= under(f"worker{rank}/buffer", dict(zip(names, tensors, strict=True)))
+        state |= under(f"worker{rank}/{BUFFER}", dict(zip(names, tensors, strict=True)))
     if step is None:
         steps = [meta[1] for meta, _ in gathered.values()]
         step = max(steps) if strategy.traits.lockstep else sum(steps) // len(w.workers)
@@ -38,7 +38,7 @@ def load_snapshot(w: Worker, snapshot: Snapshot) -> None:
     parameters, buffers = dict(w.model.named_parameters()), dict(w.model.named_buffers())
     _refuse_misfit(parameters, snapshot.weights)
     _refuse_misfit(buffers, snapshot.buffers)
-    saved = {**snapshot.weights, **snapshot.buffers, **section(own(w, snapshot.state), "buffer")}
+    saved = {**snapshot.weights, **snapshot.buffers, **section(own(w, snapshot.state), BUFFER)}
     for name, x in {**parameters, **buffers}.items():
         x.copy_(saved[name])
     w.step = snapshot.positions.get(w.rank, snapshot.step)

@@ -13,6 +13,7 @@ This module has the names and the slices; which state a strategy saves it declar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from manyhands.core.errors import Refused
+from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.flat import ParamSlot, Span
 from manyhands.core.rule import Remembers, Rule, State
 from manyhands.core.strategy import Saved, Weights
@@ -28,6 +29,12 @@ from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 
 UPDATES = ":updates"
+BUFFER = "buffer"
+"""The section of a worker's own buffers, which are in every snapshot."""
+OF_WORKER = re.compile(r"worker(\d+)")
+"""The section of what one worker has saved."""
+MEMORIES = ("memory", "owner")
+"""Sections with what a codec has not sent yet, as a worker and as the owner of a part of a sum."""
 
 
 @dataclass(frozen=True)
@@ -152,17 +159,25 @@ def _view(vectors: Sequence[Tensor], span: Span) -> Tensor:
 @torch.no_grad()
 def add(slots: Iterable[ParamSlot], vectors: Sequence[Tensor], saved: Saved) -> None:
     """Add what was saved for some parameters to vectors of the size of the weights."""
-    for slot in slots:
-        if slot.name in saved:
-            _view(vectors, slot.span).add_(saved[slot.name])
+    for view, values in _places(slots, vectors, saved):
+        view.add_(values)
 
 
 @torch.no_grad()
 def load_vectors(slots: Iterable[ParamSlot], vectors: Sequence[Tensor], saved: Saved) -> None:
     """Copy what was saved for some parameters into vectors of the size of the weights."""
+    for view, values in _places(slots, vectors, saved):
+        view.copy_(values)
+
+
+def _places(slots: Iterable[ParamSlot], vectors: Sequence[Tensor], saved: Saved) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where in the vectors the saved values of each parameter belong; a codec with another memory has other shapes."""
     for slot in slots:
         if slot.name in saved:
-            _view(vectors, slot.span).copy_(saved[slot.name])
+            view, values = _view(vectors, slot.span), saved[slot.name]
+            name, bound = f"the shape of what is kept of {slot.name}", f"{tuple(values.shape)}, as in the checkpoint"
+            refuse_unless(view.shape == values.shape, name, tuple(view.shape), bound)
+            yield view, values
 
 
 def under(path: str, saved: Mapping[str, Tensor]) -> Saved:
@@ -176,6 +191,21 @@ def section(saved: Saved, path: str) -> Saved:
     return {"": saved[path], **found} if path in saved else found
 
 
+def refuse_lost(saved: Saved) -> None:
+    """Refuse to leave out what was saved, because the run has no place for it. If it is all 0, nothing is lost."""
+    names = sorted(name for name, value in saved.items() if bool(value.any()))
+    if not names:
+        return
+    memories = [name for name in names if not {*name.split("/")}.isdisjoint(MEMORIES)]
+    what, way_out = ("what a codec has not sent yet", "codec") if memories else ("state without a place here", "knobs")
+    names = memories or names
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    raise Refused(
+        f"the checkpoint holds {what} ({names[0]}{more}), which would be lost: "
+        f"resume with the {way_out} that it was saved with"
+    )
+
+
 def own(w: Worker, saved: Saved) -> Saved:
     """What was saved by the worker of this rank; empty for a new worker."""
     return section(saved, f"worker{w.rank}")
@@ -183,5 +213,6 @@ def own(w: Worker, saved: Saved) -> Saved:
 
 def workers_in(saved: Saved) -> list[Saved]:
     """What was saved by every worker, in order of rank; empty for a worker that was lost."""
-    old = {int(name.partition("/")[0].removeprefix("worker")) for name in saved if name.startswith("worker")}
-    return [section(saved, f"worker{rank}") for rank in range(max(old, default=-1) + 1)]
+    found = [OF_WORKER.fullmatch(name.partition("/")[0]) for name in saved]
+    last = max((int(match[1]) for match in found if match), default=-1)
+    return [section(saved, f"worker{rank}") for rank in range(last + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.model_check import refuse_uninitialised
 
 
 def is_stream(data: Any) -> bool:
@@ -67,10 +69,10 @@ class Task:
     def build(self, seed: int) -> nn.Module:
         """A new model whose weights depend only on the seed."""
         torch.default_generator.manual_seed(seed)
-        if not self.sizes_only:
-            return self.model()
-        with torch.device("meta"):
-            return self.model()
+        with torch.device("meta") if self.sizes_only else nullcontext():
+            model = self.model()
+        refuse_uninitialised(model)
+        return model
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """The loss of the model on one mini-batch."""

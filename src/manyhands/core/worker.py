@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from manyhands.core.buckets import ReadyBuckets
 from manyhands.core.errors import Diverged, Refused, refuse_unless, unknown
 from manyhands.core.flat import Flat, Span
+from manyhands.core.model_check import refuse_uninitialised
 from manyhands.core.param_groups import groups
 from manyhands.core.port import REFERENCE_FLOPS, Transport
 from manyhands.core.rule import Rule
@@ -64,6 +65,7 @@ class Worker:
         rule: Rule | None = None,
         layouts: Layouts | None = None,
     ) -> None:
+        refuse_uninitialised(model)
         self.transport = transport
         self.task = task
         self.model = model

@@ -34,12 +34,14 @@ class Ran:
         bytes_sent: bytes of tensors that all ranks sent.
         lost: the ranks that were lost, and why.
         stopped_at: the step at which the run was stopped before its end, if it was.
+        interrupted: whether Ctrl-C has stopped it.
     """
 
     outcomes: Sequence[Outcome]
     bytes_sent: int
     lost: Sequence[tuple[int, str]]
     stopped_at: int | None = None
+    interrupted: bool = False
 
 
 @runtime_checkable

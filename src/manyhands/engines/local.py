@@ -17,7 +17,7 @@ from manyhands.core.strategy import Traits
 from manyhands.engines.engine import Observe, Ran, make_job
 from manyhands.runtime.budget import Pace, SharedBudget
 from manyhands.runtime.launch.launch import launch
-from manyhands.runtime.rank_spec import LINKS
+from manyhands.runtime.rank_spec import LINKS, join_timeout
 from manyhands.runtime.transport.transport import RealTransport
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Local:
         link: how ranks exchange tensors: "shm" (shared memory), or "tcp" (each rank counts as a host).
         bind: the address to listen on with link "tcp".
         spares: how many workers may join later: one whenever a worker is lost or this process gets SIGUSR1.
+        join_timeout: seconds until all processes must be connected; None: MANYHANDS_JOIN_TIMEOUT, or 60.
     """
 
     workers: int = 2
@@ -44,12 +45,14 @@ class Local:
     link: str = "shm"
     bind: str = "127.0.0.1"
     spares: int = 0
+    join_timeout: float | None = None
 
     def __post_init__(self) -> None:
         refuse_unless(self.workers >= 1, "workers", self.workers, ">= 1")
         refuse_unless(self.servers >= 0, "servers", self.servers, ">= 0")
         refuse_unless(self.link in LINKS, "link", self.link, " or ".join(LINKS))
         refuse_unless(self.spares >= 0, "spares", self.spares, ">= 0")
+        join_timeout(self.join_timeout)
 
     @property
     def world(self) -> str:
@@ -92,12 +95,15 @@ class Local:
             bind=self.bind,
             on_lines=lambda parcels: observe(*parcels),
             spares=self.spares,
+            deadline=self.join_timeout,
+            saves=spec.checkpoints is not None,
         )
         results = [one for one in launched.results if isinstance(one, RankResult)]
         stopped = [one.stopped_at for one in results if one.stopped_at is not None]
         trained = launched.results[: self.workers + self.spares]
         outcomes = [one.outcome for one in trained if isinstance(one, RankResult)]
-        return Ran(outcomes, sum(one.bytes_sent for one in results), launched.lost, _last_step(spec, stopped))
+        sent, last = sum(one.bytes_sent for one in results), _last_step(spec, stopped)
+        return Ran(outcomes, sent, launched.lost, last, launched.interrupted)
 
 
 def _last_step(spec: RunSpec, stopped: list[int]) -> int | None:

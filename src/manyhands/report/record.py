@@ -5,21 +5,26 @@ then        one line per step and rank: step, rank, time, loss, samples, bytes, 
             one line per evaluation, one per rank and pause, one per rank with its memory
 last line   the result, or the error
 
-Every field is described in docs/records.md. Lines are complete; only the last one may be cut short, by a crash.
+Every field is described in docs/records.md. Lines are complete; only the last one may be cut short, by a crash or a
+full disk. A run does not end because its record cannot be written: the lines in memory stay complete.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol
 
-from manyhands.core.errors import Refused
+from manyhands.core.errors import Refused, not_written
 from manyhands.core.garbage import rare_collections
 from manyhands.core.record import Line, decoded, encoded
+
+log = logging.getLogger("manyhands")
 
 NAME = "record.jsonl"
 """The file name of a record, in the folder of its run."""
@@ -52,12 +57,11 @@ class Record:
         self.path: Path | None = None
         self._flushed = 0.0
         self._file: IO[bytes] | None = None
+        self.failure: str = ""
+        """Why the file is incomplete, if it is."""
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / NAME
-            self._file = self.path.open("a+b" if goes_on else "wb")
-            if goes_on:
-                _end_line(self._file)
+            self._file = _opened(self.path, goes_on)
 
     @property
     def lines(self) -> list[Line]:
@@ -74,21 +78,38 @@ class Record:
         """Add lines that are `encoded` already."""
         self._unread += encoded_lines
         if self._file is not None:
-            self._file.write(encoded_lines)
-            if (now := time.monotonic()) - self._flushed > FLUSH:
-                self._file.flush()
-                self._flushed = now
+            self._to_disk(self._file, encoded_lines)
         if self._also:
             for line in decoded(encoded_lines):
                 for listener in self._also:
                     listener.write(line)
 
+    def _to_disk(self, file: IO[bytes], encoded_lines: bytes) -> None:
+        try:
+            file.write(encoded_lines)
+            if (now := time.monotonic()) - self._flushed > FLUSH:
+                file.flush()
+                self._flushed = now
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Write no more lines to the file; a second attempt would leave a gap in it."""
+        self.failure = str(not_written(self.path, error))
+        log.warning("%s; the run continues, but its record is incomplete", self.failure)
+        file, self._file = self._file, None
+        with suppress(OSError):  # it would write what is left in its buffer
+            file.close() if file is not None else None
+
     def __enter__(self) -> Record:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._file is not None:
-            self._file.close()
+        try:
+            if self._file is not None:
+                self._file.close()
+        except OSError as unwritten:
+            self._give_up(unwritten)
         for listener in self._also:
             listener.close()
         self._read()  # the list that `lines` gave away gets the last lines, too
@@ -97,6 +118,18 @@ class Record:
         unread, self._unread = bytes(self._unread), bytearray()
         with rare_collections(unread.count(b"\n")):
             self._lines += decoded(unread)
+
+
+def _opened(path: Path, goes_on: bool) -> IO[bytes]:
+    """The file of a record, new or one that `goes_on`; refused if there can be none: nothing has begun yet."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+b" if goes_on else "wb")
+        if goes_on:
+            _end_line(file)
+    except OSError as error:
+        raise Refused(f"{not_written(path, error)}, but a record must be: choose another folder") from None
+    return file
 
 
 def _end_line(file: IO[bytes]) -> None:

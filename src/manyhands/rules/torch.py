@@ -113,9 +113,10 @@ class Torch:
         optimizer = self._of(weights)
         (w,) = optimizer.param_groups[0]["params"]
         for name, value in state.items():
-            kind, _, key = name.partition(".")
+            kind, dot, key = name.partition(".")
             mine = type(optimizer).__name__
-            refuse_unless(kind == mine, "the optimizer", mine, f"{kind}, whose memory was saved")
+            was = f"{kind}, whose memory was saved" if dot else f"the rule whose memory {name!r} was saved"
+            refuse_unless(kind == mine, "the optimizer", mine, was)
             number = key.endswith(NUMBER)
             optimizer.state[w][key.removesuffix(NUMBER)] = value.item() if number else value.clone()
 

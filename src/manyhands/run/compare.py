@@ -107,7 +107,7 @@ class Setting:
         replicas = strategy.replicas(self.engine.roles["worker"])
         whole, batch_size = run_length(self.loaded, replicas, self.steps, self.epochs, self.batch_size)
         steps = max(1, round(share * whole))
-        return make_spec(
+        spec = make_spec(
             self.task,
             strategy,
             self.engine,
@@ -118,6 +118,7 @@ class Setting:
             out=out,
             evaluate_every=max(1, steps // self.evaluations) if has_metric(self.loaded) else None,
         )
+        return replace(spec, checkpoints=None)  # a comparison is not resumed, so an interrupt ends it at once
 
 
 def compare(

@@ -60,7 +60,9 @@ class Result:
     record: Path | None
     lost: Sequence[tuple[int, str]]
     stopped_at: int | None = None
-    """The step at which a real run was stopped before its end (SIGTERM), if it was."""
+    """The step at which a real run was stopped before its end (SIGTERM, Ctrl-C), if it was."""
+    record_error: str = ""
+    """Why the record on disk is incomplete, as on a full disk, if it is; `records` are complete."""
 
     @property
     def bytes(self) -> int:
@@ -101,6 +103,16 @@ class Result:
         from manyhands.run.display import result_figure
 
         return result_figure(self, over)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C has stopped a run, which was saved; `result` is what it had reached."""
+
+    def __init__(self, result: Result) -> None:
+        folder = None if result.record is None else str(result.record.parent)
+        stopped = f"the run was stopped at step {result.stopped_at} and saved: resume={folder!r} continues it"
+        super().__init__("the run was complete" if result.stopped_at is None else stopped)
+        self.result = result
 
 
 def lag_of(steps: Sequence[dict[str, Any]]) -> Lag:

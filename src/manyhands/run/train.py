@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import PeerLost, refuse_unless
+from manyhands.core.errors import NotWritten, PeerLost, refuse_unless
 from manyhands.core.recipe import recipe_of
 from manyhands.core.record import decoded
 from manyhands.core.strategy import Strategy
@@ -19,11 +21,14 @@ from manyhands.report.adapters import adapters as listeners
 from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress, choose
 from manyhands.report.record import FORMAT, Record
-from manyhands.run.result import Result, evaluate, final_loss, lag_of, sha256
+from manyhands.run.result import Interrupted, Result, evaluate, final_loss, lag_of, sha256
 from manyhands.run.spec import RunSpec, make_spec
 from manyhands.virtual.cluster import Cluster
 
 log = logging.getLogger("manyhands")
+
+UNSAVED = b'"unsaved"'
+"""In the encoded lines of checkpoints that could not be written, and hardly in others: decoding all would take time."""
 
 
 def train(
@@ -119,21 +124,34 @@ def run_spec(spec: RunSpec, progress: Progress | None = None, adapters: Sequence
     with Record(spec.out, goes_on=spec.resume is not None, also=listeners(adapters, spec.out)) as record:
         record.write(_header(spec))
         try:
-            result = _result(spec, _run(spec, record, progress), record, began)
+            ran = _run(spec, record, progress)
+            result = _result(spec, ran, record, began)
+            _raise_unsaved(ran)
         except BaseException as error:
             record.write(error_footer(error))
             raise
         record.write(_footer(result))
+    result = replace(result, record_error=record.failure)
+    if ran.interrupted:
+        raise Interrupted(result)
     return result
+
+
+def _raise_unsaved(ran: Ran) -> None:
+    """Fail if the last checkpoint was due and could not be written: what was trained is not where it should be."""
+    for outcome in ran.outcomes:
+        if outcome.unsaved:
+            where = "is complete" if ran.stopped_at is None else f"was stopped at step {ran.stopped_at}"
+            raise NotWritten(f"the run {where}, but could not be saved: {outcome.unsaved}")
 
 
 def _run(spec: RunSpec, record: Record, progress: Progress | None) -> Ran:
     if progress is None:
-        return spec.engine.run(spec, record.add)
+        return spec.engine.run(spec, partial(_add, record))
     share = spec.replicas / spec.workers  # the ranks of one replica consume the same samples
 
     def observe(parcel: bytes) -> None:
-        record.add(parcel)
+        _add(record, parcel)
         for line in decoded(parcel):
             progress.step({**line, "samples": line.get("samples", 0) * share})
 
@@ -142,6 +160,15 @@ def _run(spec: RunSpec, record: Record, progress: Progress | None) -> Ran:
         return spec.engine.run(spec, observe)
     finally:
         progress.stop()
+
+
+def _add(record: Record, parcel: bytes) -> None:
+    """Add lines to the record, and say at once which checkpoint could not be written."""
+    record.add(parcel)
+    if UNSAVED in parcel:
+        for line in decoded(parcel):
+            if line["kind"] == "unsaved":
+                log.warning("%s; the run continues, and saves again at the next checkpoint", line["why"])
 
 
 def _header(spec: RunSpec) -> dict[str, Any]:

@@ -7,8 +7,9 @@
 
 A checkpoint is written under a temporary name, file by file, each synced, the manifest last, and then renamed; older
 checkpoints are removed only after that. A process that is killed before the rename leaves the last good checkpoint in
-place, and a partial folder which is never read and which the next save removes. Reading verifies sizes and hashes
-before it parses anything, and nothing is ever unpickled.
+place, and a partial folder which is never read and which the next save removes; if writing fails, as on a full disk,
+the partial folder is removed at once. Reading verifies sizes and hashes before it parses anything, and nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.errors import Refused, not_written, refuse_unless
 from manyhands.core.strategy import Saved, Weights
 
 FORMAT = 1
@@ -62,23 +63,41 @@ def save_checkpoint(
     *,
     keep: int = 2,
 ) -> Path:
-    """Add a checkpoint to a folder. The newest `keep` stay; those of later steps are removed too: they are obsolete."""
+    """Add a checkpoint to a folder. The newest `keep` stay; those of later steps are removed too: they are obsolete.
+
+    If it cannot be written, nothing of it is left, and all others stay.
+    """
     refuse_unless(step >= 0, "step", step, ">= 0")
     refuse_unless(keep >= 1, "keep", keep, ">= 1")
-    folder = Path(folder)
+    final = Path(folder) / f"step-{step:08d}"
+    try:
+        _write_checkpoint(final, {**facts, "step": step}, dict(zip(FILES, (weights, buffers, state), strict=True)))
+        _remove_all_but(final.parent, step, keep)
+    except OSError as error:
+        raise not_written(final, error) from None
+    return final
+
+
+def _write_checkpoint(final: Path, facts: Mapping[str, Any], tensors: Mapping[str, Weights]) -> None:
+    folder, partial = final.parent, _partial(final)
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)]:
         shutil.rmtree(leftover)
-    final = folder / f"step-{step:08d}"
-    partial = folder / f".{final.name}.partial-{os.getpid()}"
-    partial.mkdir()
-    _fill(partial, {**facts, "step": step}, dict(zip(FILES, (weights, buffers, state), strict=True)))
-    if final.exists():
-        _put_aside(final)
-    os.rename(partial, final)
+    try:
+        partial.mkdir()
+        _fill(partial, facts, tensors)
+        if final.exists():
+            _put_aside(final)
+        os.rename(partial, final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     _sync(folder)
-    _remove_all_but(folder, step, keep)
-    return final
+
+
+def _partial(checkpoint: Path) -> Path:
+    """The name of a checkpoint that is being written or removed."""
+    return checkpoint.with_name(f".{checkpoint.name}.partial-{os.getpid()}")
 
 
 def _remove_all_but(folder: Path, step: int, keep: int) -> None:
@@ -134,7 +153,7 @@ def _put_aside(final: Path) -> None:
 
 def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint, renamed first: a partial removal must not look like a checkpoint."""
-    leftover = checkpoint.with_name(f".{checkpoint.name}.partial-{os.getpid()}")
+    leftover = _partial(checkpoint)
     os.rename(checkpoint, leftover)
     shutil.rmtree(leftover)
 

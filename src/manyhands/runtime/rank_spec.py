@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from manyhands.core.errors import Refused, refuse_unless
 
 VARIABLE = "MANYHANDS_RANK_SPEC"
+JOIN_TIMEOUT = "MANYHANDS_JOIN_TIMEOUT"
+"""Seconds until all ranks must be connected, for jobs whose launcher does not say it."""
 LINKS = ("shm", "tcp")
 
 
@@ -104,6 +107,19 @@ def from_environment(environment: Mapping[str, str] | None = None) -> RankSpec |
         raise Refused(f"{VARIABLE} does not describe a rank: {error}") from None
 
 
+def join_timeout(chosen: float | None = None) -> float:
+    """Seconds until all ranks must be connected: the chosen number, else the variable's, else 60."""
+    name, text = (
+        ("the join timeout", str(chosen)) if chosen is not None else (JOIN_TIMEOUT, os.environ.get(JOIN_TIMEOUT))
+    )
+    try:
+        seconds = float(text or 60.0)
+    except ValueError:
+        seconds = math.nan
+    refuse_unless(0 < seconds < math.inf, name, text, "a number of seconds > 0")
+    return seconds
+
+
 def role_of_each(roles: Mapping[str, int], spares: int = 0) -> tuple[str, ...]:
     """The role of every rank, for a map of roles with counts in rank order; spares are more workers, behind the others.
 
@@ -131,7 +147,7 @@ def rank_specs(
     hosts: tuple[int, ...] | None = None,
     link: str = "shm",
     bind: str = "127.0.0.1",
-    deadline: float = 60.0,
+    deadline: float | None = None,
     checks_lending: bool = False,
     spares: int = 0,
     records: bool = False,
@@ -147,7 +163,7 @@ def rank_specs(
         watcher=f"mh-{job}-watcher",
         link=link,
         bind=bind,
-        deadline=deadline,
+        deadline=join_timeout(deadline),
         checks_lending=checks_lending,
         spares=spares,
         records=records,

@@ -40,7 +40,7 @@ from manyhands.collectives import collective
 from manyhands.collectives.compressed import Gather
 from manyhands.consistency import Free
 from manyhands.core.codec import Codec
-from manyhands.core.declared_state import RuleState, StateParts, VectorState
+from manyhands.core.declared_state import CustomState, RuleState, StateParts, VectorState
 from manyhands.core.encoder import check_rounds, codec_for_span
 from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Span
@@ -233,8 +233,9 @@ class Elastic(Strategy):
     def declared_state(self, w: Worker) -> StateParts:
         """Every worker's x, v and rule state; a new worker begins at the centre with a fresh rule."""
         slots, x = w.flat.slots, [group.weights for group in w.flat.groups]
+        unused = CustomState("own", dict, lambda saved: None)  # without momentum a saved v has no effect: v <- 0 v - ..
         return {
             "x": VectorState(slots, x, "own"),
-            "v": VectorState(slots, self.velocity, "own"),
+            "v": VectorState(slots, self.velocity, "own") if self.velocity else unused,
             "rule": RuleState(slots, self.slices, "own"),
         }

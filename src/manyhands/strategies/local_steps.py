@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -34,6 +35,7 @@ from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather, mean
 from manyhands.core.rule import LooksAhead, Rule, UpdateContext
+from manyhands.core.state import load_vectors, named
 from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.weight_slice import WeightSlice, replica_slices
 from manyhands.core.worker import Worker
@@ -191,26 +193,35 @@ class LocalSteps(Strategy):
     # -- checkpoints ------------------------------------------------------------------------------
 
     def declared_state(self, w: Worker) -> StateParts:
-        """Every worker's x and the state of its rule; W and the outer rule's state; the position in the round."""
-        slots = w.flat.slots
-        parts: dict[str, StatePart] = {
-            "x": VectorState(slots, [group.weights for group in w.flat.groups]),
-            "rule": RuleState(slots, self.slices, "own"),
-            "start": VectorState(slots, [start.weights for start in self.starts], "shared"),
-            "outer": RuleState(slots, self.starts),
-            "round": CustomState("shared", self._position, self._set_position),
-        }
+        """W and the outer rule's state; every worker's x and the state of its rule; the position in the round."""
+        slots, parts = w.flat.slots, dict[str, StatePart]()
+        if self.starts:
+            W = [start.weights for start in self.starts]
+            parts["start"] = CustomState("shared", partial(named, slots, W), partial(self._begin_at, w))
+            parts["outer"] = RuleState(slots, self.starts)
+        parts["x"] = VectorState(slots, [group.weights for group in w.flat.groups])
+        parts["rule"] = RuleState(slots, self.slices, "own")
+        parts["round"] = CustomState("shared", self._position, self._set_position)
         if self.sum is not None:
             parts["sum"] = CustomState("all", self.sum.state, self.sum.restore)
         if self.weight is not None:
             parts["weight"] = CustomState("own", self._weight_sums, self._set_weight_sums)
         return parts
 
+    def _begin_at(self, w: Worker, saved: Sequence[Saved]) -> None:
+        """W; a new worker begins its round there, which may be ahead of the answer. The others load their own x."""
+        load_vectors(w.flat.slots, [start.weights for start in self.starts], saved[0])
+        for group, start in zip(w.flat.groups, self.starts, strict=True):
+            w.ops.copy(start.weights, group.weights)
+
     def _position(self) -> Saved:
         return {"": torch.tensor([self.rounds.taken, self.rounds.length], dtype=torch.float64)}
 
     def _set_position(self, saved: Sequence[Saved]) -> None:
-        self.rounds.taken, self.rounds.length = saved[0][""].tolist()
+        """The length only if it was measured: otherwise the one that this run was given is in force."""
+        self.rounds.taken, length = saved[0][""].tolist()
+        if self.rounds.overhead is not None:
+            self.rounds.length = length
 
     def _weight_sums(self) -> Saved:
         assert self.weight is not None

@@ -35,6 +35,7 @@ from manyhands.core.encoder import Encoder
 from manyhands.core.errors import BadPayload
 from manyhands.core.flat import Span
 from manyhands.core.port import Collective, Message, Tag, recv
+from manyhands.core.state import MEMORIES, section
 from manyhands.core.strategy import Saved
 from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.worker import Worker
@@ -123,6 +124,11 @@ class PayloadExchange:
     def inherited(self, saved: Sequence[Saved]) -> Sequence[Saved]:
         """The states that this rank takes over: those of old worker k with k mod size = its index."""
         return saved[self.index_in_group :: self.size]
+
+
+def unsent(states: Sequence[Saved]) -> list[Saved]:
+    """All that some workers had not sent yet, also as owners: for a sum in which a worker has one memory."""
+    return [section(state, kind) for state in states for kind in MEMORIES]
 
 
 def fresh(payload: Payload, vector: Tensor) -> tuple[Tensor, ...]:

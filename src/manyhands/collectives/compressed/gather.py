@@ -22,12 +22,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from manyhands.collectives.compressed.exchange import ALL_TOUCHED, PayloadExchange, Untouched, add_decoded, fresh
+from manyhands.collectives.compressed.exchange import (
+    ALL_TOUCHED,
+    PayloadExchange,
+    Untouched,
+    add_decoded,
+    fresh,
+    unsent,
+)
 from manyhands.collectives.group import Outbox
 from manyhands.core.codec import Codec, Payload
 from manyhands.core.encoder import Encoder, codec_for_span
 from manyhands.core.flat import Span
-from manyhands.core.state import section, under
+from manyhands.core.state import under
 from manyhands.core.strategy import Saved
 from manyhands.core.worker import Worker
 
@@ -71,4 +78,4 @@ class Gather:
 
     def restore(self, saved: Sequence[Saved]) -> None:
         """Take over what this worker's predecessors had not sent yet."""
-        self._encoder.inherit([section(state, "memory") for state in self._exchange.inherited(saved)])
+        self._encoder.inherit(unsent(self._exchange.inherited(saved)))

@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 
 from manyhands.collectives.choose import collective
-from manyhands.collectives.compressed.exchange import ALL_TOUCHED, Untouched
+from manyhands.collectives.compressed.exchange import ALL_TOUCHED, Untouched, unsent
 from manyhands.collectives.group import check_ranks
 from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import ParamSlot, Span
-from manyhands.core.state import add, named, section, under
+from manyhands.core.state import add, named, refuse_lost, section, under
 from manyhands.core.strategy import Saved
 from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.worker import Worker
@@ -167,8 +167,9 @@ class LowRankSum:
             fits = one is not None and q.shape == (one.m, one.r)
             refuse_unless(fits, f"the saved shape of Q of {name}", tuple(q.shape), f"that of rank {self._rank}")
             self._q[name] = q.clone()
-        for one_state in saved[self._ranks.index(self._w.rank) :: len(self._ranks)]:
-            add(self._w.flat.slots, self._left, section(one_state, "memory"))
+        for left in unsent(saved[self._ranks.index(self._w.rank) :: len(self._ranks)]):
+            refuse_lost({f"memory/{name}": x for name, x in left.items() if matrices.get(name) is None})
+            add(self._w.flat.slots, self._left, left)
 
 
 def orthonormal(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from manyhands.collectives.choose import SMALL
-from manyhands.collectives.compressed.exchange import ALL_TOUCHED, PayloadExchange, Untouched
+from manyhands.collectives.compressed.exchange import ALL_TOUCHED, PayloadExchange, Untouched, unsent
 from manyhands.collectives.compressed.streams import (
     INDEX_BYTES,
     Stream,
@@ -57,7 +57,7 @@ from manyhands.core.codec import Codec, Warms
 from manyhands.core.encoder import Encoder, codec_for_span
 from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Span
-from manyhands.core.state import section, under
+from manyhands.core.state import under
 from manyhands.core.strategy import Saved
 from manyhands.core.worker import Worker
 
@@ -201,4 +201,4 @@ class Sparcml:
         if self._dense_parts is not None:
             inherit(self._exchange, saved, self._encoder, self._dense_parts.encoder)
             return
-        self._encoder.inherit([section(state, "memory") for state in self._exchange.inherited(saved)])
+        self._encoder.inherit(unsent(self._exchange.inherited(saved)))

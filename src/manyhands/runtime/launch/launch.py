@@ -41,6 +41,8 @@ if os.getppid() == int(sys.argv[1]):
 """
 """What a script's process runs first: from then on it dies with its parent, and ignores Ctrl-C. Takes 20 ms."""
 
+ASKED = "interrupted: the run stops after this step and is saved; a second Ctrl-C stops it at once"
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -49,10 +51,12 @@ class Launched:
     Args:
         results: what the program returned on each rank; None for a lost rank.
         lost: the lost ranks, and why.
+        interrupted: whether Ctrl-C has stopped it, so that all ranks returned early.
     """
 
     results: list[Any | None]
     lost: list[tuple[int, str]]
+    interrupted: bool = False
 
 
 def launch(
@@ -64,16 +68,17 @@ def launch(
     hosts: tuple[int, ...] | None = None,
     link: str = "shm",
     bind: str = "127.0.0.1",
-    deadline: float = 60.0,
+    deadline: float | None = None,
     context: Context = "spawn",
     checks_lending: bool = False,
     on_lines: Callable[[Any], None] | None = None,
     spares: int = 0,
+    saves: bool = False,
 ) -> Launched:
     """Run `program(transport)` in one new process for each rank, and wait. Raises the error that ended the run.
 
     `roles` counts the ranks of each role, in rank order; `workers` and `servers` are the short form. A spare worker is
-    started when a worker is lost, or at SIGUSR1.
+    started when a worker is lost, or at SIGUSR1. If the program `saves` when it is asked to stop, Ctrl-C asks it to.
     """
     if (roles is None) == (workers is None) or (roles is not None and servers):
         raise Refused(f"roles is {roles} and workers is {workers}, but exactly one of them must be given")
@@ -94,14 +99,14 @@ def launch(
 
         watcher = Watcher(specs[0], on_lines=on_lines, on_loss=replace)
         with _start_spare_on_sigusr1(watcher, processes) if spares else nullcontext():
-            _supervise(watcher, partial(processes.start, watcher))
+            interrupted = _supervise(watcher, partial(processes.start, watcher), saves=saves)
     if watcher.cause is not None:
         raise unpack(watcher.cause)
     results = processes.results()
     excused = results.keys() | {rank for rank, _ in watcher.lost} | set(specs[0].pending_ranks)
     for rank in watcher.endings.keys() - excused:
         raise PeerLost(rank, f"it left, but its result is missing: {watcher.endings[rank]}")
-    return Launched([results.get(rank) for rank in range(len(specs))], watcher.lost)
+    return Launched([results.get(rank) for rank in range(len(specs))], watcher.lost, interrupted)
 
 
 class ScriptObserver(Protocol):
@@ -125,7 +130,7 @@ def run_script(
     servers: int = 0,
     link: str = "shm",
     bind: str = "127.0.0.1",
-    deadline: float = 60.0,
+    deadline: float | None = None,
     prefix: bool = True,
     log_dir: Path | None = None,
     prints: bool = True,
@@ -211,13 +216,46 @@ def _exit_code_of_run(watcher: Watcher) -> int:
     return 0
 
 
-def _supervise(watcher: Watcher, start: Callable[[], None], *, patient: bool = False) -> None:
-    """Start the ranks and wait until they have ended. Whatever happens, none is left running."""
-    with watcher, _on_signal(signal.SIGTERM, lambda *_: watcher.finish()):
+def _supervise(watcher: Watcher, start: Callable[[], None], *, patient: bool = False, saves: bool = False) -> bool:
+    """Start the ranks and wait until they have ended. Whatever happens, none is left running.
+
+    Returns whether an interrupt has stopped ranks that save.
+    """
+    stop = StopRequests(watcher)
+    asks = saves and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored, or the user's
+    on_interrupt = _on_signal(signal.SIGINT, stop.interrupt) if asks else nullcontext()
+    with watcher, _on_signal(signal.SIGTERM, stop.terminate), on_interrupt:
         with _interrupts_deferred():  # an interrupt while a thread starts would leave unknown whether it runs
             watcher.start(patient=patient)
             start()
         watcher.wait()
+    return stop.interrupted
+
+
+class StopRequests:
+    """What SIGTERM and Ctrl-C do to a run that saves.
+
+    SIGTERM   stop after the current step      a second one: stop at once
+    Ctrl-C    the same                         a second one, or before the ranks have begun: KeyboardInterrupt,
+                                               which stops it at once
+    """
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._asked = self.interrupted = False
+
+    def terminate(self, *_: object) -> None:
+        """Handle SIGTERM."""
+        self._asked = True
+        self._watcher.finish()
+
+    def interrupt(self, *_: object) -> None:
+        """Handle Ctrl-C. The watcher's thread logs: a handler must not, because it may interrupt a print."""
+        if self._asked or not self._watcher.has_begun:
+            raise KeyboardInterrupt
+        self._asked = self.interrupted = True
+        self._watcher.loop.post(partial(log.warning, ASKED))
+        self._watcher.finish()
 
 
 @contextmanager

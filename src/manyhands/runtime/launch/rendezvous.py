@@ -2,9 +2,10 @@
 MASTER_ADDR and MASTER_PORT. Ranks exchange addresses through a store there; one rank of each host starts the sidecar.
 Where none of these variables is set, there is no launcher: the process is a job of one worker.
 
-Variables of our own: MANYHANDS_SERVERS and MANYHANDS_LINK for the job, MANYHANDS_BIND for the address of this host, and
-MANYHANDS_SECRET, which every rank must have if one has it. Without it the job's secret is exchanged through the store:
-any process that can connect to the store can read it.
+Variables of our own: MANYHANDS_SERVERS and MANYHANDS_LINK for the job, MANYHANDS_BIND for the address of this host,
+MANYHANDS_JOIN_TIMEOUT for the seconds in which all ranks must come, and MANYHANDS_SECRET, which every rank must have if
+one has it. Without it the job's secret is exchanged through the store: any process that can connect to the store can
+read it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from manyhands.runtime.launch.rendezvous_store import RendezvousStore, open_stor
 from manyhands.runtime.membership.secret import new_key
 from manyhands.runtime.membership.session import REJOIN
 from manyhands.runtime.membership.sidecar import start_sidecar
-from manyhands.runtime.rank_spec import LINKS, RankSpec, rank_specs, role_of_each
+from manyhands.runtime.rank_spec import LINKS, RankSpec, join_timeout, rank_specs, role_of_each
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-DEADLINE = 60.0
 
 
 def rank_spec_from_torchrun(servers: int = 0, link: str | None = None, session: int = 0) -> RankSpec:
@@ -36,7 +36,8 @@ def rank_spec_from_torchrun(servers: int = 0, link: str | None = None, session: 
     refuse_unless(0 <= servers < size, "servers", servers, f">= 0 and < {size}, the number of ranks")
     link = os.environ.get("MANYHANDS_LINK") or link or "shm"
     refuse_unless(link in LINKS, "link", link, " or ".join(LINKS))
-    deadline = REJOIN if session else DEADLINE
+    first = join_timeout()
+    deadline = REJOIN if session else first
     store = open_store(rank, size, os.environ["MASTER_ADDR"], _number("MASTER_PORT"), deadline, session)
     ranks = store.gather("rank", {"host": host_identity(), "pid": os.getpid(), "address": _address()})
     hosts = _numbered([one["host"] for one in ranks])
@@ -50,7 +51,7 @@ def rank_spec_from_torchrun(servers: int = 0, link: str | None = None, session: 
         watcher=f"mh-{job}-watcher-{hosts[rank]}",
         link=link,
         bind=_bind(rank, hosts, [one["address"] for one in ranks]),
-        deadline=DEADLINE,
+        deadline=first,
         session=session,
     )
     _start_watcher(spec, hosts, [one["pid"] for one in ranks], store)

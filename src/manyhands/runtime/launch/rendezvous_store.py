@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import ManyhandsError, Refused
+from manyhands.runtime.membership.session import within
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -49,9 +50,7 @@ class RendezvousStore:
             while not self._store.check([name]):
                 self._raise_end()
                 if time.monotonic() > self._ends:
-                    self.put(
-                        END, f"rank {frm} has not joined within {self._deadline:g} s (its entry {name!r} is missing)"
-                    )
+                    self.put(END, f"rank {frm} has not joined {within(self._deadline)}: its entry {name!r} is missing")
                 else:
                     time.sleep(PAUSE)
             return json.loads(self._store.get(name))

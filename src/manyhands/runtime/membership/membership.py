@@ -14,6 +14,7 @@ from typing import Any
 
 from manyhands.runtime.membership.control_channel import Fields
 from manyhands.runtime.membership.error_codec import Facts
+from manyhands.runtime.membership.session import within
 
 log = logging.getLogger("manyhands")
 
@@ -106,7 +107,7 @@ class Membership:
         missing = [rank for rank in self._initial if rank not in self._addresses]
         unconnected = [rank for rank in self._initial if rank not in self._connected]
         what = "joined" if missing else "connected to all others"
-        self.abort({"kind": "error", "text": f"{_ranks(missing or unconnected)} not {what} within {deadline:g} s"})
+        self.abort({"kind": "error", "text": f"{_ranks(missing or unconnected)} not {what} {within(deadline)}"})
 
     def finish(self) -> None:
         """Ask all ranks to stop after their current step; ranks that have not begun are asked when they do."""

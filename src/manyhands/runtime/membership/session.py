@@ -15,6 +15,7 @@ from typing import Protocol
 from manyhands.runtime.membership.control_channel import ControlChannel, Fields
 from manyhands.runtime.membership.error_codec import Facts
 from manyhands.runtime.membership.memfd import Memories
+from manyhands.runtime.rank_spec import JOIN_TIMEOUT
 
 REJOIN = 1800.0
 """Seconds until all ranks must have joined again: one of them may evaluate between two sessions."""
@@ -22,6 +23,11 @@ AGAIN = (
     "it ended without joining again, but every rank must join equally often; "
     "a server rank joins again only if its script has `with mh.join(...)`"
 )
+
+
+def within(deadline: float) -> str:
+    """The time in which ranks must have joined, in words, with what changes it."""
+    return f"within {deadline:g} s" + ("" if deadline == REJOIN else f" (--join-timeout or {JOIN_TIMEOUT} sets this)")
 
 
 class Authority(Protocol):

@@ -69,6 +69,8 @@ class Watcher:
         self._watched: set[int] = set()
         self._grace, self._patient, self._all_started = GRACE, False, False
         self._finishing = False
+        self.has_begun = False
+        """Whether all ranks were connected, so that they have begun."""
         self._error: Exception | None = None
         self.loop = EventLoop()
         self._listener = AuthListener(_listen(spec.watcher), spec.secret, self.loop, self._admitted)
@@ -134,6 +136,7 @@ class Watcher:
             self.lost.append((fields["rank"], fields["why"]))
             if self._on_loss is not None:
                 self._on_loss(fields["rank"])
+        self.has_begun = self.has_begun or kind == "begin"
         if kind == "abort" and self.cause is None:
             self.cause = fields["error"]
             self.loop.later(self._grace, self._monitor.kill)
