@@ -1,18 +1,23 @@
-"""Runs scripts of `examples/scripts/` one after the other in one process, and writes down their weights after every step.
+"""Runs scripts of `examples/scripts/` one after the other in one process, and writes down what came of each.
 
-    manyhands run -n 2 scripts_in_a_row.py FOLDER resnet_mnist gpt_shakespeare
-    torchrun --nproc-per-node 2 scripts_in_a_row.py FOLDER ddp_resnet_mnist ddp_gpt_shakespeare
+    manyhands run -n 2 scripts_in_a_row.py FOLDER '["resnet_mnist", "--epochs", "2"]' '["gpt_shakespeare"]'
+    torchrun --nproc-per-node 2 scripts_in_a_row.py FOLDER '["ddp_resnet_mnist", "--epochs", "2"]'
 
-A process group of torch cannot be made again under torchrun, so all scripts of DDP have the same one, and hands that a script
-leaves to the end of the process are ended after the script. FOLDER/NAME-RANK.json is a list of digests, one for each step of the optimizer. Scripts of DDP draw the batches that those
-of manyhands draw: `DistributedSampler` deals single samples, our loaders deal whole batches.
+FOLDER/NUMBER-RANK.json has a digest of the weights after every step of the optimizer, and the lines that were printed. Before
+the arguments of a script may come `--method`, which replaces the one that the script names.
+
+Two things differ from scripts that run on their own. Scripts of DDP draw the batches that those of manyhands draw:
+`DistributedSampler` deals single samples, our loaders deal whole batches. And since torch cannot make its process group again
+under torchrun, all scripts have the same one.
 """
 
 import hashlib
+import io
 import json
 import os
 import runpy
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -25,13 +30,16 @@ import manyhands as mh
 from manyhands.run.loaders import PartOfBatches
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "scripts"
-BATCH = 32
-SMALL = {
-    "resnet_mnist": ("--epochs", "2", "--width", "4"),
-    "gpt_shakespeare": ("--epochs", "1", "--width", "16", "--context", "32"),
-    "huggingface_style": ("--epochs", "2", "--width", "16", "--reviews", "1000"),
+METHODS = {
+    "ssp": mh.ssp(staleness=3),
+    "diloco": mh.diloco(period=10),
+    "easgd": mh.easgd(),
+    "ad-psgd": mh.ad_psgd(),
+    "topk-sgd": mh.topk_sgd(fraction=0.1),
 }
-"""Arguments with which each script takes few seconds."""
+BATCH = 32
+"""Samples per mini-batch of one worker."""
+JOIN = mh.join
 
 
 class SameBatches(Sampler):
@@ -51,14 +59,6 @@ class SameBatches(Sampler):
         return BATCH * len(self.batches)
 
 
-def digest(optimizer):
-    numbers = hashlib.sha256()
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            numbers.update(p.detach().numpy().tobytes())
-    return numbers.hexdigest()
-
-
 def begin_ddp():
     """One process group for all scripts, and our batches."""
     dist.init_process_group("gloo")
@@ -67,33 +67,51 @@ def begin_ddp():
 
 
 def keep_hands(strategy):
-    """The hands that scripts join are kept in the list; `strategy`, if it is given, replaces theirs."""
-    joined, join = [], mh.join
+    """The hands that a script joins are put into a list; `strategy`, if it is given, replaces the script's."""
+    joined = []
 
     def kept(**knobs):
-        joined.append(join(**({**knobs, "strategy": strategy} if strategy else knobs)))
+        joined.append(JOIN(**({**knobs, "strategy": strategy} if strategy else knobs)))
         return joined[-1]
 
     mh.join = kept
     return joined
 
 
-def main(folder, *names):
+def digest(optimizer):
+    numbers = hashlib.sha256()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            numbers.update(p.detach().numpy().tobytes())
+    return numbers.hexdigest()
+
+
+def run(name, *words):
+    """Run one script; the lines that it prints."""
+    method = words[1] if words[:1] == ("--method",) else None
+    hands = keep_hands(METHODS.get(method))
+    sys.argv = [name, *(words[2:] if method else words)]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+    for one in hands:
+        one.end()
+    return printed.getvalue().splitlines()
+
+
+def main(folder, *jobs):
     torch.set_num_threads(1)
     sys.path.insert(0, str(SCRIPTS))
-    hands = keep_hands(None)
-    if names[0].startswith("ddp_"):
-        begin_ddp()
     digests = []
     register_optimizer_step_post_hook(lambda optimizer, *_: digests.append(digest(optimizer)))
-    for name in names:
+    scripts = [json.loads(job) for job in jobs]
+    if scripts[0][0].startswith("ddp_"):
+        begin_ddp()
+    for number, script in enumerate(scripts):
         digests.clear()
-        small = SMALL[name.removeprefix("ddp_")]
-        sys.argv = [name, *small, "--batch-size", str(BATCH), "--out", f"{folder}/{name}.pt"]
-        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
-        if hands:
-            hands.pop().end()
-        Path(folder, f"{name}-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(digests))
+        lines = run(*script, "--out", f"{folder}/{number}.pt")
+        found = json.dumps({"digests": digests, "lines": lines})
+        Path(folder, f"{number}-{os.environ.get('RANK', 0)}.json").write_text(found)
 
 
 if __name__ == "__main__":

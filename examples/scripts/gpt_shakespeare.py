@@ -35,7 +35,7 @@ def main() -> None:
     loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)
     model = GPT(characters, args.context, args.width, layers=2)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    hands = mh.join(strategy=mh.bsp())
+    hands = mh.join(strategy=mh.bsp(), seed=args.seed)
     model, optimizer, loader = hands.prepare(model, optimizer, loader)
     scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / args.warmup))
 

@@ -29,7 +29,7 @@ def main() -> None:
     loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True, collate_fn=collate)
     model = SentimentModel(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
-    hands = mh.join(strategy=mh.bsp())
+    hands = mh.join(strategy=mh.bsp(), seed=args.seed)
     model, optimizer, loader = hands.prepare(model, optimizer, loader)
     scheduler = LinearLR(optimizer, 1.0, 0.0, total_iters=args.epochs * len(loader))
 

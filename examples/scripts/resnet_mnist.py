@@ -32,7 +32,7 @@ def main() -> None:
     loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)
     model = ResNet(args.width)
     optimizer = torch.optim.AdamW(groups(model))
-    hands = mh.join(strategy=mh.bsp())
+    hands = mh.join(strategy=mh.bsp(), seed=args.seed)
     model, optimizer, loader = hands.prepare(model, optimizer, loader)
     scheduler = OneCycleLR(optimizer, args.lr, epochs=args.epochs, steps_per_epoch=len(loader))
 

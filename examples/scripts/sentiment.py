@@ -58,14 +58,20 @@ def load_reviews(count: int) -> tuple[TensorDataset, TensorDataset]:
     words = words.masked_fill(torch.arange(LONGEST) >= lengths.unsqueeze(1), PADDING)
     labels = (values.index_fill(0, torch.tensor(PADDING), 0.0)[words].sum(1) > 0).long()
     cut = count * 9 // 10
-    return TensorDataset(words[:cut], lengths[:cut], labels[:cut]), TensorDataset(words[cut:], lengths[cut:], labels[cut:])
+    return TensorDataset(words[:cut], lengths[:cut], labels[:cut]), TensorDataset(
+        words[cut:], lengths[cut:], labels[cut:]
+    )
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """A mini-batch as long as its longest review."""
     reviews = [words[:length] for words, length, _ in samples]
     ids = pad_sequence(reviews, batch_first=True, padding_value=PADDING)
-    return {"input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": torch.stack([y for *_, y in samples])}
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids != PADDING).long(),
+        "labels": torch.stack([y for *_, y in samples]),
+    }
 
 
 @torch.no_grad()
