@@ -3,12 +3,12 @@
     manyhands run -n 2 scripts_in_a_row.py FOLDER '["resnet_mnist", "--epochs", "2"]' '["gpt_shakespeare"]'
     torchrun --nproc-per-node 2 scripts_in_a_row.py FOLDER '["ddp_resnet_mnist", "--epochs", "2"]'
 
-FOLDER/NUMBER-RANK.json has a digest of the weights after every step of the optimizer, and the lines that were printed. Before
-the arguments of a script may come `--method`, which replaces the one that the script names.
+FOLDER/NUMBER-RANK.json has a digest of the weights after every step of the optimizer, and the lines that were printed.
+Before the arguments of a script may come `--method`, which replaces the one that the script names.
 
 Two things differ from scripts that run on their own. Scripts of DDP draw the batches that those of manyhands draw:
-`DistributedSampler` deals single samples, our loaders deal whole batches. And since torch cannot make its process group again
-under torchrun, all scripts have the same one.
+`DistributedSampler` deals single samples, our loaders deal whole batches. And since torch cannot make its process group
+again under torchrun, all scripts have the same one.
 """
 
 import hashlib

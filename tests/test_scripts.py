@@ -1,12 +1,10 @@
-"""Ordinary training scripts with `hands.prepare`: few lines change, DDP's weights to the last bit, every method trains them."""
+"""Ordinary scripts with `hands.prepare`: few lines change, DDP's weights to the last bit, every method trains them."""
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
 
 import pytest
 

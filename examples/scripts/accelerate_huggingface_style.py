@@ -1,4 +1,4 @@
-"""A loop as the transformers library's users write it with Accelerate: dict batches, `outputs.loss`, a linear schedule."""
+"""A loop in the style of the transformers library with Accelerate: dict batches, `outputs.loss`, a schedule."""
 
 import argparse
 

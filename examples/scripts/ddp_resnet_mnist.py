@@ -1,4 +1,4 @@
-"""A small ResNet learns digits with torch's DDP: AdamW with groups, OneCycle, clipping, bf16; the best model is saved."""
+"""A small ResNet learns digits with torch's DDP: AdamW with groups, OneCycle, clipping, bf16, the best is saved."""
 
 import argparse
 import os

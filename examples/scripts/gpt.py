@@ -1,7 +1,7 @@
 """What the four scripts on text share: a small GPT whose output layer is its embedding, its data and its evaluation.
 
-The text is the one `.txt` file of the folder `text` of a data folder, or any text file. Without either, it is the source of a
-module of Python's own, so that nothing has to be downloaded.
+The text is the one `.txt` file of the folder `text` of a data folder, or any text file. Without either, it is the
+source of a module of Python's own, so that nothing has to be downloaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 
 class Block(nn.Module):
@@ -29,7 +29,8 @@ class Block(nn.Module):
         q, k, v = self.queries_keys_values(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mixed(attended.transpose(1, 2).flatten(2))
-        return x + self.narrow(gelu(self.wide(self.norm2(x))))
+        x = x + self.narrow(gelu(self.wide(self.norm2(x))))
+        return x
 
 
 class GPT(nn.Module):
@@ -86,7 +87,7 @@ def load_text(data: str | None, context: int) -> tuple[Windows, Windows, int]:
 def evaluate(model: nn.Module, test: Windows) -> float:
     """The mean loss of the first passages of the test data, in nats per character."""
     model.eval()
-    x, y = (torch.stack(part) for part in zip(*Subset(test, range(min(50, len(test)))), strict=True))
+    x, y = next(iter(DataLoader(test, 50)))
     loss = cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
     model.train()
     return loss

@@ -1,7 +1,7 @@
-"""What the four HuggingFace-style scripts share: made-up reviews, a collate function, and a model that returns its loss.
+"""What the four HuggingFace-style scripts share: made-up reviews, a collate function, a model that returns its loss.
 
-Every word has a hidden value, and a review is positive if the sum over its words is. The reviews have different lengths, so a
-mini-batch is a dict with a mask, as tokenizers make them.
+Every word has a hidden value, and a review is positive if the sum over its words is. The reviews have different
+lengths, so a mini-batch is a dict with a mask, as tokenizers make them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from manyhands.splits.data import Share, mixed
 
 if TYPE_CHECKING:
     from manyhands.runtime.launch.exit_report import ScriptEnd
+
+
+Objects = TypeVarTuple("Objects")
 
 
 class _Served(SystemExit):
@@ -157,7 +160,7 @@ class Hands(LoopCollectives):
 
     # -- a loop that is left as it is -------------------------------------------------------------
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: *Objects) -> tuple[*Objects]:
         """Put the strategy behind a loop that calls `backward` and `optimizer.step` itself.
 
         Takes models, optimizers, loaders and schedulers in any order, and returns them in that order; loaders are
@@ -175,8 +178,7 @@ class Hands(LoopCollectives):
         self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
         if self.role != "worker":
             raise _Served
-        found = tuple(parts.get(id(one), one) for one in objects)
-        return found[0] if len(found) == 1 else found
+        return tuple(parts.get(id(one), one) for one in objects)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, backward passes are not the last of their step."""
