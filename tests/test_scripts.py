@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts_in_a_row import BATCH, METHODS, SCRIPTS
+from scripts_in_a_row import BATCH, SCRIPTS
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -18,19 +18,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from manyhands.core.budget import Budget, FixedSteps
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.fields import Fields
+from manyhands.core.fields import Fields, StepLoss
 from manyhands.core.port import Transport
 from manyhands.core.strategy import Strategy
 from manyhands.run.batches import Collate, Source, granted, rounds, source
+from manyhands.run.live_optimizers import LiveOptimizers
 from manyhands.run.loaders import part_of
 from manyhands.run.loop_collectives import LoopCollectives
+from manyhands.run.optimizer_guards import guard_steps, refuse_hooks
 from manyhands.run.prepared import LoopObjects, Prepared
 from manyhands.run.training import Fails, Training
 from manyhands.splits.data import Share, mixed
@@ -38,8 +42,9 @@ from manyhands.splits.data import Share, mixed
 if TYPE_CHECKING:
     from manyhands.runtime.launch.exit_report import ScriptEnd
 
-
-Objects = TypeVarTuple("Objects")
+T = TypeVar("T")
+U = TypeVar("U")
+Others = TypeVarTuple("Others")
 
 
 class _Served(SystemExit):
@@ -54,7 +59,7 @@ class Hands(LoopCollectives):
         model: any module; for pipelines an `nn.Sequential`, or a list of stages.
         strategy: the method, such as `mh.ssp(staleness=3)`.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
-        optimizer: updates the weights instead of the strategy's own rule; recreated on the ranks that apply updates.
+        optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
         seed: determines everything random.
         budget_for: makes the common budget of all workers for a number of mini-batches.
     """
@@ -73,15 +78,25 @@ class Hands(LoopCollectives):
         self.transport = transport
         self._strategy, self._seed = strategy, seed
         self._joined: Training | None = None
+        self._guards: list[RemovableHandle] = []
         self._prepared: Prepared | None = None
         if model is not None:
             model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
-            self._joined = Training(transport, model, loss, strategy, optimizer, seed)
+            self._joined = Training(transport, model, loss, strategy, self._read_only(optimizer, model), seed)
         self._budget_for = budget_for or self._budget_of_the_runtime
         self._share: Share | None = None
         self._shares = self._budgets = 0
         self._is_open = self._is_sharing = self._ended = False
         self._led: bool | None = None
+
+    def _read_only(self, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> LiveOptimizers | None:
+        """The optimizer of a loop of `step`, whose options are read at each step."""
+        if optimizer is None:
+            return None
+        refuse_hooks(optimizer)
+        live = LiveOptimizers([optimizer], dict(model.named_parameters()))
+        self._guards = guard_steps(optimizer)
+        return live
 
     @property
     def _training(self) -> Training:
@@ -137,10 +152,8 @@ class Hands(LoopCollectives):
         self._is_open = False
         if self._ended:
             return
-        self._ended = True
         try:
-            if self._prepared is not None:
-                self._prepared.release()
+            self._release()
             if self._joined is None:
                 self.transport.leave()
             else:
@@ -149,10 +162,16 @@ class Hands(LoopCollectives):
             self._fail(failure)
             raise
 
-    def _fail(self, error: BaseException) -> None:
+    def _release(self) -> None:
+        """Leave the user's model and optimizers as they were."""
         self._ended = True
+        for guard in self._guards:
+            guard.remove()
         if self._prepared is not None:
             self._prepared.release()
+
+    def _fail(self, error: BaseException) -> None:
+        self._release()
         if self._joined is not None:
             self._joined.fail(error)
         elif isinstance(self.transport, Fails):
@@ -160,25 +179,39 @@ class Hands(LoopCollectives):
 
     # -- a loop that is left as it is -------------------------------------------------------------
 
-    def prepare(self, *objects: *Objects) -> tuple[*Objects]:
+    @overload
+    def prepare(self, one: T, /) -> T: ...
+    @overload
+    def prepare(self, one: T, two: U, /, *others: *Others) -> tuple[T, U, *Others]: ...
+    def prepare(self, *objects: Any) -> Any:  # type: ignore[misc]  # mypy: *Any does not accept *Others
         """Put the strategy behind a loop that calls `backward` and `optimizer.step` itself.
 
         Takes models, optimizers, loaders and schedulers in any order, and returns them in that order; loaders are
         replaced by this worker's part of them, all others are the same objects. A server rank serves here until the
-        workers have ended, then leaves the with block, or the script if there is none.
+        workers have ended, then leaves the with block, or the script if there is none. For a loop of `step` it takes
+        loaders only.
         """
+        if objects and all(isinstance(one, DataLoader) for one in objects) and self._joined is not None:
+            parts = tuple(map(self._part_of, objects))
+            return parts[0] if len(parts) == 1 else parts
         given = LoopObjects.of(objects)
         if self._joined is not None:
             raise Refused("these hands have a model already, but prepare needs hands without one: join(strategy=...)")
         self._is_open = True
         self._prepared = Prepared(self.transport, given.models, given.optimizers, self._strategy, self._seed)
         self._joined = self._prepared.training
-        even = self._strategy.traits.lockstep
-        parts = {id(one): part_of(one, self._seed, self.rank, self.workers, even) for one in given.loaders}
+        dealt = {id(one): self._part_of(one) for one in given.loaders}
         self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
         if self.role != "worker":
             raise _Served
-        return tuple(parts.get(id(one), one) for one in objects)
+        found = tuple(dealt.get(id(one), one) for one in objects)
+        return found[0] if len(found) == 1 else found
+
+    def _part_of(self, loader: DataLoader[Any]) -> Any:
+        """This worker's part of a loader; the workers of one replica draw the same batches."""
+        replicas = self._training.replicas
+        replica = self.rank * replicas // self.workers
+        return part_of(loader, self._seed, replica, replicas, self._strategy.traits.lockstep)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, backward passes are not the last of their step."""
@@ -253,8 +286,8 @@ class Hands(LoopCollectives):
         finally:
             self._is_sharing = False
 
-    def step(self, *fields: Any, **named: Any) -> float | None:
-        """Train on one mini-batch; the newest known loss.
+    def step(self, *fields: Any, **named: Any) -> StepLoss | None:
+        """Train on one mini-batch; the newest known loss: a float with `.outputs`, None if none is known yet.
 
         With a loss, the last field is the target. In lock step every worker must take equally many steps.
         """
@@ -301,7 +334,7 @@ def join(
         model: any module; for pipelines an `nn.Sequential`, or a list of stages.
         strategy: the method, such as `mh.ssp(staleness=3)`.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
-        optimizer: updates the weights instead of the strategy's own rule; recreated on the ranks that apply updates.
+        optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
         seed: determines everything random.
         servers: how many of the processes are servers, if the launcher does not specify it.
     """

@@ -32,9 +32,11 @@ from manyhands.core.loop_worker import LoopWorker
 from manyhands.core.port import Transport
 from manyhands.core.rule import Rule
 from manyhands.core.strategy import Strategy
-from manyhands.rules.optimizer import refuse_unknown
 from manyhands.run.handover import Handover
 from manyhands.run.live_optimizers import LiveOptimizers
+from manyhands.run.optimizer_guards import guard_state, refuse_unknown
+from manyhands.run.pass_seeds import PassSeeds
+from manyhands.run.sample_weights import samples_in
 from manyhands.run.training import Training
 
 SCHEDULERS = LRScheduler, ReduceLROnPlateau
@@ -93,12 +95,15 @@ class Prepared:
         named = dict(self._model.named_parameters())
         refuse_unknown(optimizers, named)
         self._live = None if self._own_step else LiveOptimizers(optimizers, named)
-        rule: Rule = Handover() if self._live is None else self._live.rule
-        self.training = Training(transport, self._model, None, strategy, rule, seed, LoopWorker)
+        how: Rule | LiveOptimizers = self._live or Handover()
+        self.training = Training(transport, self._model, None, strategy, how, seed, LoopWorker)
+        self.training.gradients_from = "prepare begins with the first mini-batch"
         assert isinstance(self.training.worker, LoopWorker)
         self.worker: LoopWorker = self.training.worker
         self._models = models
         self._handles: list[Any] = []
+        self._passes = PassSeeds(self.worker)
+        self._samples = 0
 
     def begin(self, batch_size: int) -> None:
         """Set up with all other ranks; a server rank serves here until the workers have ended."""
@@ -106,25 +111,51 @@ class Prepared:
         if self.worker.transport.role != "worker":
             return
         self.worker.drive(self.training.run.step)
-        self._gradients = LoopGradients(self.worker.flat, self._average if self._own_step else None)
+        average = self._average if self._own_step else None
+        self._gradients = LoopGradients(self.worker.flat, average, begun=lambda: self.worker.in_step)
         for model in self._models:
-            self._handles.append(model.register_forward_pre_hook(self._before_forward))
+            self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            if self._live is not None:
+                self._handles += guard_state(optimizer)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """The first forward pass of a step that is to be trained by."""
-        if model.training and torch.is_grad_enabled() and not self.training.shows_answer:
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pass that is to be trained by; the first one of a step begins it."""
+        if torch.is_grad_enabled() and not self.training.shows_answer:
             if not self._own_step:  # it may wait for other workers before it has a gradient
                 self.training.position.at_step()
+            self._request()
+            self._samples += samples_in((args, kwargs)) or 0
+            self._passes.begin()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        self._passes.end()
+
+    def _request(self) -> None:
+        """Let the strategy run until it asks for a gradient, if it has not."""
+        if not self.worker.in_step:
+            self.training.changes.refuse()
             self.worker.request()
+            self.training.changes.note()
 
     def _average(self) -> None:
         """The gradient of this step is complete: let the strategy replace it by the mean of all workers."""
         self.training.position.at_step()
+        self._request()
+        self._weigh()
         self.worker.supply()
+
+    def _weigh(self) -> None:
+        """Scale the gradient by this worker's share of the samples."""
+        scale = self.training.sample_weights.scale(self._samples or 1)
+        self._samples = 0
+        for group in self.worker.flat.groups if scale != 1.0 else ():
+            group.grad.mul_(scale)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
@@ -132,7 +163,7 @@ class Prepared:
         self.training.refuse_within_answer("optimizer.step()")
         if self._live is not None:
             self.training.position.at_step()
-            self.worker.request()  # from then on the flat gradient may be written
+            self._request()  # from then on the flat gradient may be written
         self._gradients.settle()
         self._taken = self._gradients.take([p for group in optimizer.param_groups for p in group["params"]])
         if not self._own_step:
@@ -141,18 +172,21 @@ class Prepared:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._live is not None:
-            self._supply(self._live)
+            self._supply()
         self._gradients.used(self._taken)
 
     @torch.no_grad()
-    def _supply(self, live: LiveOptimizers) -> None:
+    def _supply(self) -> None:
         """Give the strategy the gradients of the optimizer that steps, and the options of all groups."""
         flat = self.worker.flat
-        self.worker.options = live.options.values = live.row()
+        self.training.read_options()
         self._gradients.set_aside(self._taken)
         flat.mark(self._taken)
         flat.close()
+        self._weigh()
+        self.training.changes.refuse()
         self.worker.supply()
+        self.training.changes.note()
         for slot in self._taken:
             flat.parameter(slot).grad = flat.gradient_of(slot)
 
