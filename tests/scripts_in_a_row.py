@@ -32,7 +32,7 @@ from manyhands.run.loaders import PartOfBatches
 SCRIPTS = Path(__file__).parents[1] / "examples" / "scripts"
 METHODS = {
     "ssp": mh.ssp(staleness=3),
-    "diloco": mh.diloco(period=10),
+    "diloco": mh.diloco(period=5, outer_lr=0.9, outer_momentum=0.3),
     "easgd": mh.easgd(),
     "ad-psgd": mh.ad_psgd(),
     "topk-sgd": mh.topk_sgd(fraction=0.1),
