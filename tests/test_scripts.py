@@ -19,7 +19,7 @@ PEERS = ("ddp", "accelerate")
 SMALL = {
     "resnet_mnist": ("--epochs", "2", "--width", "4"),
     "gpt_shakespeare": ("--epochs", "1", "--width", "16", "--context", "32"),
-    "huggingface_style": ("--epochs", "2", "--width", "16", "--reviews", "1000"),
+    "huggingface_style": ("--epochs", "4", "--width", "16", "--reviews", "1000", "--lr", "0.01"),
 }
 """Arguments with which a script takes about a second."""
 LONG = {
@@ -28,8 +28,8 @@ LONG = {
     "huggingface_style": ("--epochs", "12", "--lr", "0.005"),
 }
 """Arguments with which a script learns its task."""
-LOSS_OF_CHANCE = {"resnet_mnist": 2.3, "gpt_shakespeare": 4.5, "huggingface_style": 0.72}
-"""About that of a script which has learned nothing."""
+LOSS_BELOW_CHANCE = {"resnet_mnist": 1.8, "gpt_shakespeare": 4.0, "huggingface_style": 0.68}
+"""Less than chance has: ln 10, about ln 95, ln 2."""
 MANYHANDS = ("manyhands.cli", "run", "--no-prefix", "-n", "2")
 ALONE = ("manyhands.cli", "run", "-n", "1")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -148,7 +148,7 @@ def test_other_methods_train_the_scripts(name, tmp_path):
     for method, ranks in zip(METHODS, found, strict=True):
         print(f"{name} {method}: {ranks[0]['lines'][-1]}")
         loss = float(re.search(r"loss (\d+\.\d+)", ranks[0]["lines"][-1])[1])
-        assert loss < LOSS_OF_CHANCE[name], method
+        assert loss < LOSS_BELOW_CHANCE[name], method
         assert not ranks[1]["lines"], "only the lead prints"
 
 
