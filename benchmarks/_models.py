@@ -74,9 +74,11 @@ def batches(name: str, rank: int | None = None) -> Iterator[Batch]:
     return itertools.cycle(list(zip(xs, ys, strict=True)))
 
 
-def plain_step(net: nn.Module, data: Iterator[Batch]) -> Callable[[], None]:
-    """A plain step: forward, backward, SGD. Wrapped in DDP, `net` averages its gradients itself."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
+def plain_step(
+    net: nn.Module, data: Iterator[Batch], optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], None]:
+    """A plain step: forward, backward, SGD. Wrapped in DDP or prepared, `net` averages its gradients itself."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
 
     def step() -> None:
         x, y = next(data)

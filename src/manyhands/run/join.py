@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,10 @@ from manyhands.splits.data import Share, mixed
 
 if TYPE_CHECKING:
     from manyhands.runtime.launch.exit_report import ScriptEnd
+
+T = TypeVar("T")
+U = TypeVar("U")
+Others = TypeVarTuple("Others")
 
 
 class _Served(SystemExit):
@@ -183,7 +187,11 @@ class Hands(LoopRecord):
 
     # -- a loop that is left as it is -------------------------------------------------------------
 
-    def prepare(self, *objects: Any) -> Any:
+    @overload
+    def prepare(self, one: T, /) -> T: ...
+    @overload
+    def prepare(self, one: T, two: U, /, *others: *Others) -> tuple[T, U, *Others]: ...
+    def prepare(self, *objects: Any) -> Any:  # type: ignore[misc]  # mypy: *Any does not accept *Others
         """Put the strategy behind a loop that calls `backward` and `optimizer.step` itself.
 
         Takes models, optimizers, loaders and schedulers in any order, and returns them in that order; loaders are

@@ -1,0 +1,60 @@
+"""A small ResNet learns digits with torch's DDP: AdamW with groups, OneCycle, clipping, bf16, the best is saved."""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from resnet import ResNet, evaluate, groups, load_digits
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default=os.environ.get("MANYHANDS_DATA"), help="a folder with mnist/")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--width", type=int, default=16, help="channels of the first block")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default="resnet.pt", help="where the best model is saved")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    dist.init_process_group("gloo")
+    torch.manual_seed(args.seed)
+    train, test = load_digits(args.data)
+    sampler = DistributedSampler(train, drop_last=True)
+    loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)
+    model = DistributedDataParallel(ResNet(args.width))
+    optimizer = torch.optim.AdamW(groups(model))
+    scheduler = OneCycleLR(optimizer, args.lr, epochs=args.epochs, steps_per_epoch=len(loader))
+
+    best = 0.0
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = cross_entropy(model(x), y)
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            accuracy = evaluate(model.module, test)
+            print(f"epoch {epoch + 1}: loss {loss.item():.3f}, accuracy {accuracy:.3f}")
+            if accuracy > best:
+                best = accuracy
+                torch.save(model.module.state_dict(), args.out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
