@@ -30,8 +30,10 @@ from manyhands.core.port import Transport
 from manyhands.core.strategy import Strategy
 from manyhands.run.batches import Collate, Source, granted, rounds, source
 from manyhands.run.loaders import part_of
-from manyhands.run.loop_collectives import LoopCollectives
+from manyhands.run.loop_checkpoint import LoopCheckpoints
+from manyhands.run.loop_state import LoopState
 from manyhands.run.prepared import LoopObjects, Prepared
+from manyhands.run.share_position import after
 from manyhands.run.training import Fails, Training
 from manyhands.splits.data import Share, mixed
 
@@ -43,7 +45,7 @@ class _Served(SystemExit):
     """Leaves the block on a server rank, or the script if there is no block, once the workers have ended."""
 
 
-class Hands(LoopCollectives):
+class Hands(LoopCheckpoints):
     """One rank of a job with the user's own loop; made by `join`.
 
     Args:
@@ -76,7 +78,8 @@ class Hands(LoopCollectives):
             self._joined = Training(transport, model, loss, strategy, optimizer, seed)
         self._budget_for = budget_for or self._budget_of_the_runtime
         self._share: Share | None = None
-        self._shares = self._budgets = 0
+        self._loop = LoopState()
+        self._budgets = 0
         self._is_open = self._is_sharing = self._ended = False
         self._led: bool | None = None
 
@@ -172,6 +175,7 @@ class Hands(LoopCollectives):
         self._joined = self._prepared.training
         even = self._strategy.traits.lockstep
         parts = {id(one): part_of(one, self._seed, self.rank, self.workers, even) for one in given.loaders}
+        self._loop = given.state(parts)
         self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
         if self.role != "worker":
             raise _Served
@@ -218,29 +222,35 @@ class Hands(LoopCollectives):
             steps = data.steps(epochs, self._training.replicas)
         if self._training.streams and steps is None:
             raise Refused("steps is missing: a pipeline that streams must know which mini-batch is its last")
-        batches = self._batches(data, passes, steps) if self.role == "worker" else iter(())
-        self._training.begin(data.batch_size, steps or 0, None if data.is_stream else len(data.dataset))
-        return self._iterate(batches)
+        done = self._loop.share.begin(data.batch_size)
+        batches = self._batches(data, passes, steps, done) if self.role == "worker" else iter(())
+        left = max(0, (steps or 0) - done // self._training.replicas)
+        self._training.begin(data.batch_size, left, None if data.is_stream else len(data.dataset))
+        return self._iterate(self._loop.share.counted(batches))
 
-    def _batches(self, data: Source, passes: int | None, steps: int | None) -> Iterator[Any]:
+    def _batches(self, data: Source, passes: int | None, steps: int | None, done: int) -> Iterator[Any]:
+        """Those of this replica, without the `done` ones of all replicas that a resumed run has taken."""
         replicas = self._training.replicas
         replica = self.rank * replicas // self.workers
         if data.is_stream:
-            return islice(rounds(data, replica, replicas, passes), steps)
+            return after(islice(rounds(data, replica, replicas, passes), steps), done // replicas)
         assert steps is not None
         share = self._share_of(data, replica, replicas)
-        budget = FixedSteps(steps) if self._training.strategy.traits.lockstep else self._budget_for(steps * replicas)
-        return granted(share, budget, self.transport)
+        if self._training.strategy.traits.lockstep:
+            return granted(share, FixedSteps(max(0, steps - done // replicas)), self.transport)
+        return granted(share, self._budget_for(max(0, steps * replicas - done)), self.transport)
 
     def _share_of(self, data: Source, replica: int, replicas: int) -> Share:
         """This replica's share: the last one again for the same data set, else a new one in another random order."""
         last, seed = self._share, self._training.worker.seed
         if last is not None and last.dataset is data.dataset and last.batch_size == data.batch_size:
             return last
-        seed = mixed(seed, self._shares) if self._shares else seed
-        self._shares += 1
+        made = self._loop.share.shares
+        seed = mixed(seed, made) if made else seed
+        self._loop.share.shares += 1
         whole = self._training.strategy.traits.draws_from_all
         self._share = Share(data.dataset, replica, replicas, data.batch_size, seed, data.collate, whole)
+        self._loop.share.place(self._share)
         return self._share
 
     def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -16,7 +16,7 @@ Only hooks that torch has for this are used: the user's model and optimizer rema
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from manyhands.core.strategy import Strategy
 from manyhands.rules.optimizer import refuse_unknown
 from manyhands.run.handover import Handover
 from manyhands.run.live_optimizers import LiveOptimizers
+from manyhands.run.loop_state import LoopState
 from manyhands.run.training import Training
 
 SCHEDULERS = LRScheduler, ReduceLROnPlateau
@@ -47,20 +48,28 @@ class LoopObjects:
     models: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     loaders: list[DataLoader[Any]]
+    schedulers: list[Any]
+    scalers: list[torch.amp.GradScaler]
 
     @classmethod
     def of(cls, objects: Sequence[Any]) -> LoopObjects:
         """Sort them; refused if one is of another kind, or a model or an optimizer is missing."""
-        kinds = nn.Module, torch.optim.Optimizer, DataLoader, SCHEDULERS
+        kinds = nn.Module, torch.optim.Optimizer, DataLoader, SCHEDULERS, torch.amp.GradScaler
         for one in objects:
             if not isinstance(one, kinds):
                 raise Refused(
                     f"prepare was given a {type(one).__name__}, but takes models, optimizers, loaders and schedulers"
                 )
-        found = cls(*([one for one in objects if isinstance(one, kind)] for kind in kinds[:3]))  # type: ignore[arg-type]
+        found = cls(*([one for one in objects if isinstance(one, kind)] for kind in kinds))  # type: ignore[arg-type]
         refuse_unless(bool(found.models), "the number of models to prepare", 0, ">= 1")
         refuse_unless(bool(found.optimizers), "the number of optimizers to prepare", 0, ">= 1")
         return found
+
+    def state(self, parts: Mapping[int, Any]) -> LoopState:
+        """What is saved of them; `parts` has the loaders that take the place of the user's, by the id of those."""
+        objects = {"optimizer": self.optimizers, "scheduler": self.schedulers, "scaler": self.scalers}
+        loaders = [parts[id(one)] for one in self.loaders]
+        return LoopState(objects, [one.position for one in loaders if hasattr(one, "position")])
 
 
 class Prepared:
@@ -101,25 +110,33 @@ class Prepared:
         self._handles: list[Any] = []
 
     def begin(self, batch_size: int) -> None:
-        """Set up with all other ranks; a server rank serves here until the workers have ended."""
-        self.training.begin(batch_size, 0)
+        """Unite with all other ranks; a server rank serves here until the workers have ended."""
+        self.training.unite(batch_size)
         if self.worker.transport.role != "worker":
+            self.training.begin(batch_size, 0)
             return
-        self.worker.drive(self.training.run.step)
-        self._gradients = LoopGradients(self.worker.flat, self._average if self._own_step else None)
         for model in self._models:
             self._handles.append(model.register_forward_pre_hook(self._before_forward))
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
+    def start(self) -> None:
+        """Set the strategy up, at the first call: before the first step, so that a checkpoint can be loaded first."""
+        if not self.training.has_begun:
+            self.training.begin(None, 0)
+            self.worker.drive(self.training.run.step)
+            self._gradients = LoopGradients(self.worker.flat, self._average if self._own_step else None)
+
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """The first forward pass of a step that is to be trained by."""
         if model.training and torch.is_grad_enabled() and not self.training.shows_answer:
-            if not self._own_step:  # it may wait for other workers before it has a gradient
-                self.training.position.at_step()
-            self.worker.request()
+            with self.worker.waiting_in_forward():
+                self.start()
+                if not self._own_step:  # it may wait for other workers before it has a gradient
+                    self.training.position.at_step()
+                self.worker.request()
 
     def _average(self) -> None:
         """The gradient of this step is complete: let the strategy replace it by the mean of all workers."""
@@ -130,6 +147,7 @@ class Prepared:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
             raise Refused("optimizer.step() was given a closure, but must have none: it would compute other gradients")
         self.training.refuse_within_answer("optimizer.step()")
+        self._start_late()
         if self._live is not None:
             self.training.position.at_step()
             self.worker.request()  # from then on the flat gradient may be written
@@ -138,6 +156,12 @@ class Prepared:
         if not self._own_step:
             for slot in self._taken:  # so that torch's own step, which comes next, moves nothing
                 self.worker.flat.parameter(slot).grad = None
+
+    def _start_late(self) -> None:
+        """Start, if no forward pass has done so: gradients that were computed before count for this step."""
+        if not self.training.has_begun:
+            self.start()
+            self._gradients.adopt()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._live is not None:
@@ -159,6 +183,7 @@ class Prepared:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes in here are not the last of their step: gradients remain this worker's own."""
+        self.start()
         self._gradients.accumulates = True
         try:
             yield
@@ -176,4 +201,5 @@ class Prepared:
             handle.remove()
         if self._handles:
             self._handles.clear()
-            self.worker.abandon()
+            if self.training.has_begun:
+                self.worker.abandon()

@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core.barrier import barrier
-from manyhands.core.broadcast import broadcast_answer, broadcast_model, release_model
+from manyhands.core.broadcast import broadcast_answer, broadcast_model, broadcast_start, release_model
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, OwnTask
 from manyhands.core.loop_position import LoopPosition
@@ -33,6 +34,7 @@ from manyhands.core.strategy import Strategy
 from manyhands.core.worker import Worker
 from manyhands.rules.chain import with_step
 from manyhands.rules.optimizer import recreate
+from manyhands.run.loop_resume import Resume
 
 
 @runtime_checkable
@@ -67,7 +69,8 @@ class Training:
         self.worker = worker(transport, task, model, seed=seed, steps=0, batch_size=1, rule=rule)
         self.run = RankRun(self.worker, self.strategy)
         self.position = LoopPosition(self.worker, self.strategy.traits)
-        self.has_begun = self.shows_answer = False
+        self.has_begun = self.shows_answer = self._is_united = False
+        self.resume: Resume | None = None
         self.replicas = self.strategy.replicas(len(self.worker.workers))
         """How many copies of the model the workers hold together."""
         self._divides = self.replicas < len(self.worker.workers)
@@ -82,20 +85,29 @@ class Training:
             if self.streams:
                 self._announce(steps)
             return
-        if batch_size is not None:
-            self._check(batch_size)
-            w.batch_size = batch_size
-        w.steps, w.data_size = steps, data_size
+        self.unite(batch_size)
+        w.steps, w.data_size = w.step + steps, data_size
         self.has_begun = True
-        refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
-        broadcast_model(w)
+        broadcast_start(w, "" if self.resume is None else self.resume.name)
         programs = self.strategy.programs()
         if w.transport.role in programs:
             programs[w.transport.role](w)
         else:
-            self.run.begin()
+            with nullcontext() if self.resume is None else self.resume.keeping_random(w):
+                self.run.begin(None if self.resume is None else self.resume.snapshot)
             barrier(w)  # a worker that is set up may send, so all must be
             self.position.watch()
+
+    def unite(self, batch_size: int | None = None) -> None:
+        """Let all ranks, at the first call, have the lead's model; they may then load a checkpoint before `begin`."""
+        w = self.worker
+        if batch_size is not None:
+            self._check(batch_size)
+            w.batch_size = batch_size
+        if not self._is_united:
+            self._is_united = True
+            refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
+            broadcast_model(w)
 
     def _announce(self, steps: int) -> None:
         """Drain the pipeline and fill it again, for so many mini-batches more."""
