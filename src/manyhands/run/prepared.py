@@ -108,6 +108,7 @@ class Prepared:
         self.worker: LoopWorker = self.training.worker
         self._models = models
         self._handles: list[Any] = []
+        self._is_driven = False
 
     def begin(self, batch_size: int) -> None:
         """Unite with all other ranks; a server rank serves here until the workers have ended."""
@@ -126,6 +127,7 @@ class Prepared:
         if not self.training.has_begun:
             self.training.begin(None, 0)
             self.worker.drive(self.training.run.step)
+            self._is_driven = True
             self._gradients = LoopGradients(self.worker.flat, self._average if self._own_step else None)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
@@ -201,5 +203,5 @@ class Prepared:
             handle.remove()
         if self._handles:
             self._handles.clear()
-            if self.training.has_begun:
+            if self._is_driven:
                 self.worker.abandon()
