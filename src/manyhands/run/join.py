@@ -17,6 +17,7 @@ import atexit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from manyhands.core.port import Transport
 from manyhands.core.strategy import Strategy
 from manyhands.run.batches import Collate, Source, granted, rounds, source
 from manyhands.run.loaders import part_of
-from manyhands.run.loop_checkpoint import LoopCheckpoints
+from manyhands.run.loop_signals import LoopStops, Stopped
 from manyhands.run.loop_state import LoopState
 from manyhands.run.prepared import LoopObjects, Prepared
 from manyhands.run.share_position import after
@@ -45,7 +46,7 @@ class _Served(SystemExit):
     """Leaves the block on a server rank, or the script if there is no block, once the workers have ended."""
 
 
-class Hands(LoopCheckpoints):
+class Hands(LoopStops):
     """One rank of a job with the user's own loop; made by `join`.
 
     Args:
@@ -73,12 +74,13 @@ class Hands(LoopCheckpoints):
         self._strategy, self._seed = strategy, seed
         self._joined: Training | None = None
         self._prepared: Prepared | None = None
+        self._loop = LoopState()
         if model is not None:
             model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
             self._joined = Training(transport, model, loss, strategy, optimizer, seed)
+            self._watch_steps(self._joined)
         self._budget_for = budget_for or self._budget_of_the_runtime
         self._share: Share | None = None
-        self._loop = LoopState()
         self._budgets = 0
         self._is_open = self._is_sharing = self._ended = False
         self._led: bool | None = None
@@ -123,6 +125,8 @@ class Hands(LoopCheckpoints):
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
         self._is_open = False
+        if isinstance(error, Stopped):  # which has ended these hands
+            return False
         if error is not None and not isinstance(error, _Served):
             self._fail(error)
             return False
@@ -138,6 +142,7 @@ class Hands(LoopCheckpoints):
         if self._ended:
             return
         self._ended = True
+        self._stop_listening()
         try:
             if self._prepared is not None:
                 self._prepared.release()
@@ -151,6 +156,7 @@ class Hands(LoopCheckpoints):
 
     def _fail(self, error: BaseException) -> None:
         self._ended = True
+        self._stop_listening()
         if self._prepared is not None:
             self._prepared.release()
         if self._joined is not None:
@@ -176,6 +182,7 @@ class Hands(LoopCheckpoints):
         even = self._strategy.traits.lockstep
         parts = {id(one): part_of(one, self._seed, self.rank, self.workers, even) for one in given.loaders}
         self._loop = given.state(parts)
+        self._watch_steps(self._joined)
         self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
         if self.role != "worker":
             raise _Served
@@ -288,7 +295,7 @@ class Hands(LoopCheckpoints):
 
         assert isinstance(self.transport, RealTransport)
         self._budgets += 1
-        return SharedBudget(self.transport, batches, f"budget{self._budgets}")
+        return SharedBudget(self.transport, batches, f"budget{self._budgets}", closes=False)
 
 
 def join(
@@ -299,6 +306,7 @@ def join(
     optimizer: torch.optim.Optimizer | None = None,
     seed: int = 0,
     servers: int | None = None,
+    folder: str | Path | None = None,
 ) -> Hands:
     """Become one of the ranks that train `model`, in a process started by `manyhands run`, torchrun or the like.
 
@@ -312,6 +320,7 @@ def join(
         optimizer: updates the weights instead of the strategy's own rule; recreated on the ranks that apply updates.
         seed: determines everything random.
         servers: how many of the processes are servers, if the launcher does not specify it.
+        folder: where the run is saved if it is asked to stop (SIGTERM, SIGUSR1) and never looks at `hands.stopping`.
     """
     from manyhands.runtime.launch.exit_report import report_exit
     from manyhands.runtime.launch.join import connect
@@ -323,6 +332,7 @@ def join(
     except BaseException as error:
         transport.fail(error)
         raise
+    hands._listen_for_stops(transport.control, None if folder is None else Path(folder))
     script.on_error = lambda error: None if hands._ended else hands._fail(error)
     atexit.unregister(_end_of_script)  # for hands that ended before this process joined again
     atexit.register(_end_of_script, hands, script)

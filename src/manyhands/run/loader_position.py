@@ -24,6 +24,8 @@ from manyhands.core.strategy import Saved
 from manyhands.run.random_state import random_state, restore_random
 
 Facts = dict[str, Any]
+END = object()
+"""Comes after the last batch."""
 
 
 class LoaderPosition:
@@ -38,6 +40,8 @@ class LoaderPosition:
     def __init__(self, parts: int, sizes: tuple[int | None, int | None], generators: Sequence[torch.Generator]) -> None:
         self.passes = 0
         """How many passes have begun."""
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called when the loop asks for a batch."""
         self.keeps_open: Callable[[], bool] = lambda: False
         """Whether a pass that the loop leaves is interrupted, instead of over."""
         self._parts, self._sizes, self._generators = parts, sizes, generators
@@ -79,13 +83,17 @@ class LoaderPosition:
         """The same batches; each one counts when the loop takes it."""
         number = self.passes
         try:
-            for batch in batches:
+            while (batch := self._next(batches)) is not END:
                 self._taken += 1
                 yield batch
             self._is_over = True
         finally:
             if number == self.passes and not self.keeps_open():
                 self._is_over = True
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        self.before_batch()
+        return next(batches, END)
 
     # -- in a checkpoint --------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Numbers and words are in the manifest's facts, as JSON; tensors are in state.saf
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,12 @@ class LoopState:
     """What the user has saved last."""
     folders: set[Path] = field(default_factory=set)
     """Where this run has saved, and what it was resumed from."""
+
+    def watch(self, before_batch: Callable[[], None], keeps_open: Callable[[], bool]) -> None:
+        """Call `before_batch` when the loop asks for data; `keeps_open` says whether it leaves data to be resumed."""
+        parts: list[LoaderPosition | SharePosition] = [*self.positions, self.share]
+        for one in parts:
+            one.before_batch, one.keeps_open = before_batch, keeps_open
 
     # -- saving -----------------------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ class Prepared:
         """The first forward pass of a step that is to be trained by."""
         if model.training and torch.is_grad_enabled() and not self.training.shows_answer:
             with self.worker.waiting_in_forward():
+                self.training.between_steps()
                 self.start()
                 if not self._own_step:  # it may wait for other workers before it has a gradient
                     self.training.position.at_step()

@@ -11,16 +11,17 @@ from itertools import islice
 from typing import Any
 
 from manyhands.core.errors import refuse_unless
+from manyhands.run.loader_position import END, Facts
 from manyhands.run.random_state import random_state, restore_random
 from manyhands.splits.data import Share
-
-Facts = dict[str, Any]
 
 
 class SharePosition:
     """The position of one worker in the last call of `share`."""
 
     def __init__(self) -> None:
+        self.before_batch: Callable[[], None] = lambda: None
+        """Called when the loop asks for a batch."""
         self.keeps_open: Callable[[], bool] = lambda: False
         """Whether a share that the loop leaves is interrupted, instead of over."""
         self.shares = 0
@@ -53,12 +54,16 @@ class SharePosition:
     def counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same mini-batches; each one counts when the loop takes it."""
         try:
-            for batch in batches:
+            while (batch := self._next(batches)) is not END:
                 self._taken += 1
                 yield batch
             self._is_over = True
         finally:
             self._is_over |= not self.keeps_open()
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        self.before_batch()
+        return next(batches, END)
 
     # -- in a checkpoint --------------------------------------------------------------------------
 

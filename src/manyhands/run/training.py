@@ -71,6 +71,8 @@ class Training:
         self.position = LoopPosition(self.worker, self.strategy.traits)
         self.has_begun = self.shows_answer = self._is_united = False
         self.resume: Resume | None = None
+        self.between_steps: Callable[[], None] = lambda: None
+        """Called when a step is about to begin."""
         self.replicas = self.strategy.replicas(len(self.worker.workers))
         """How many copies of the model the workers hold together."""
         self._divides = self.replicas < len(self.worker.workers)
@@ -130,6 +132,7 @@ class Training:
         if batch.samples != w.batch_size:
             self._check(batch.samples)
         self.refuse_within_answer("step")
+        self.between_steps()
         self.position.at_step()
         return self.run.step(batch)
 
@@ -138,9 +141,14 @@ class Training:
         if self.shows_answer:
             raise Refused(f"{name} was called while the model holds the answer, but trains: call it after that block")
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether a prepared loop is between a forward pass and the step of its optimizer."""
+        return isinstance(self.worker, LoopWorker) and self.worker.in_step
+
     def refuse_within_step(self, name: str) -> None:
         """Refuse what all workers do between two steps while this one is within a step."""
-        if isinstance(self.worker, LoopWorker) and self.worker.in_step:
+        if self.is_within_step:
             raise Refused(
                 f"{name} was called between a forward pass in training mode and optimizer.step(), but must be called "
                 "between two steps: after optimizer.step(), or with the model in eval mode"

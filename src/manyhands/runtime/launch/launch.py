@@ -22,7 +22,7 @@ from manyhands.runtime.launch.rank_main import PR_SET_PDEATHSIG, TOP_LEVEL
 from manyhands.runtime.launch.rank_output import RankOutput
 from manyhands.runtime.launch.rank_processes import Context, RankProcesses
 from manyhands.runtime.membership.error_codec import exit_code, unpack
-from manyhands.runtime.membership.watcher import Watcher
+from manyhands.runtime.membership.watcher import STOPPED, Watcher
 from manyhands.runtime.rank_spec import RankSpec, rank_specs, worker_server_roles
 
 if TYPE_CHECKING:
@@ -132,9 +132,11 @@ def run_script(
     output = RankOutput(len(specs), prefix=prefix and several, folder=log_dir) if several or log_dir else None
     processes: list[subprocess.Popen[bytes]] = []
     with closing(output) if output else nullcontext():
-        watcher = Watcher(specs[0])
+        watcher = Watcher(specs[0], own_loop=True)
         try:
-            _supervise(watcher, lambda: _start(processes, [script, *arguments], specs, watcher, output), patient=True)
+            with _on_signal(signal.SIGUSR1, lambda *_: watcher.finish_once()):  # as Slurm sends before it stops a job
+                begin = partial(_start, processes, [script, *arguments], specs, watcher, output)
+                _supervise(watcher, begin, patient=True)
         finally:
             for process in processes:
                 process.wait()
@@ -185,7 +187,8 @@ def _exit_code_of_run(watcher: Watcher) -> int:
     for rank, code in codes.items():
         if code and rank not in lost:
             how = f"exit code {code}" if code > 0 else watcher.endings[rank]
-            log.error("rank %d failed after it had left: %s", rank, how)
+            if not (watcher.finishing and code == STOPPED):
+                log.error("rank %d failed after it had left: %s", rank, how)
             return code if code > 0 else 128 - code
     if lost >= codes.keys():  # no rank has completed the run
         return next((code for code in codes.values() if code > 0), exit_code(PeerLost(0, "")))
