@@ -143,7 +143,7 @@ def test_a_terminal_shows_a_table_that_fills(tmp_path):
 
 
 def test_a_row_counts_the_lines_it_gets():
-    from manyhands.cli.live import Row
+    from manyhands.report.live import Row
 
     row = Row("bsp", 2, Target("accuracy", 0.5), None)
     assert row.cells()[:2] == ["bsp", "waits"]

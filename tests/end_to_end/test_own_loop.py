@@ -235,6 +235,7 @@ def test_after_the_block_the_model_is_an_ordinary_one(name):
     assert all(p.grad is not None for p in first.parameters())
     torch.optim.SGD(first.parameters(), lr=0.1).step()
     assert not same([first, second])
+    first.zero_grad()
     kept = iter(joined.models)
     again = Joined(METHODS[name](), looped(epochs=2), cluster_for(name), make=lambda: next(kept))
     assert same(again.models)

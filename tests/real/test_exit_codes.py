@@ -1,5 +1,7 @@
 """The exit code of `manyhands run`: that of the script wherever it ends, and never 0 if no rank has trained."""
 
+import re
+
 import pytest
 
 pytestmark = pytest.mark.timeout(60)
@@ -101,3 +103,18 @@ def test_a_prepared_script_may_end_by_sys_exit(act, ends):
 
 def test_an_exit_that_the_script_catches_is_none(ends):
     assert ends(PREPARED, "inside", "\n        try: sys.exit(7)\n        except SystemExit: pass") == (0, [])
+
+
+@pytest.mark.parametrize("form", [WITH, PREPARED], ids=["with", "prepared"])
+@pytest.mark.parametrize("method", ["bsp", "diloco"])
+def test_a_rank_that_leaves_a_loop_in_lock_step_early_ends_the_run_and_is_named(form, method, ends):
+    code, lines = ends(form, "inside", "if rank == 1: break", method)
+    assert code == 1
+    found = re.fullmatch(
+        r"manyhands: rank [01] .*, but rank [01] ended its loop after \d: workers in lock step .*", lines[-1]
+    )
+    assert found is not None and len(ours(lines)) == 1
+
+
+def test_a_rank_that_leaves_early_where_servers_continue_does_no_harm(ends):
+    assert ends(WITH, "inside", "if rank == 1: break", "bsp_server")[0] == 0

@@ -198,8 +198,13 @@ def test_rows_are_handed_over():
 
 def test_what_cannot_be_sent_is_refused_before_anything_is_started(monkeypatch):
     monkeypatch.setattr(multiprocessing.context.ForkServerProcess, "start", lambda _: pytest.fail("started"))
-    with pytest.raises(Refused, match="at the top of a module"):
-        start(lambda transport: None)
+    with pytest.raises(Refused, match="cannot be sent to other processes"):
+        start(partial(where, threading.Lock()))
+
+
+def test_a_program_without_a_name_is_sent_by_value():
+    shift = 10
+    assert start(lambda transport: transport.rank + shift).results == [10, 11]
 
 
 def test_a_result_that_cannot_be_sent_is_refused():

@@ -202,7 +202,7 @@ def diloco(
 
     Args:
         lr: the learning rate of the inner AdamW.
-        period: H, steps of a round; if not given 500, but at most a tenth of the run.
+        period: H, steps of a round; if not given 500, but at most a tenth of a run whose length is known.
         outer_lr: the learning rate of the outer step.
         outer_momentum: the momentum of the outer step.
         rule: how a worker applies its gradient, instead of AdamW with lr.

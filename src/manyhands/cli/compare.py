@@ -16,13 +16,11 @@ from manyhands.cli.output import print_json, print_table
 from manyhands.cli.train import build, check, engine, folder, printed_warnings
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.report.theme import bytes_text, count_text, number_text, seconds_text, share_text
 
 if TYPE_CHECKING:
     from manyhands.cli.index import Method
     from manyhands.core.strategy import Strategy
     from manyhands.engines.local import Local
-    from manyhands.report.measures import Target
     from manyhands.run.compare import Comparison
     from manyhands.virtual.cluster import Cluster
 
@@ -85,7 +83,7 @@ def knobs_of(text: str) -> tuple[Method, dict[str, Any]]:
 
 def compared(strategies: Sequence[Strategy], options: CompareOptions, on: Local | Cluster) -> Comparison:
     """Run all strategies, and write the report."""
-    from manyhands.cli.live import choose
+    from manyhands.report.live import choose
     from manyhands.report.measures import parse_target
     from manyhands.report.record import claim
     from manyhands.run.compare import compare
@@ -117,9 +115,9 @@ def facts(found: Comparison) -> dict[str, Any]:
 
 def show(found: Comparison) -> None:
     """Print the ranking as a table."""
-    first = ("time", "samples/s") if found.target is None else ("samples to target", "samples/s", "time to target")
-    columns = ("", "method", *first, "accuracy", "loss", "bytes", "lag", "waiting", "memory")
-    print_table(columns, [cells(row, found.target) for row in found.rows])
+    from manyhands.report.result_tables import ranking_cells, ranking_columns
+
+    print_table(ranking_columns(found.target), [ranking_cells(row, found.target) for row in found.rows])
     for row in found.rows:
         if row["failure"] is not None:
             print(f"{row['method']} failed: {row['failure']}")
@@ -127,30 +125,3 @@ def show(found: Comparison) -> None:
         print(note)
     print(f"report: {found.report}")
     sys.stdout.flush()
-
-
-def cells(row: dict[str, Any], target: Target | None) -> list[str]:
-    """The columns of one method in the ranking."""
-    if target is None:
-        first = [seconds_text(row["seconds"]), count_text(row["samples_per_second"])]
-    else:
-        first = [count_text(row["samples_to_target"]), count_text(row["samples_per_second"]), time_to_target(row)]
-    if row["failed"] == row["seeds"]:
-        first[-1] = "failed"
-    last = [number_text(row["accuracy"]), number_text(row["loss"]), bytes_text(row["bytes"])]
-    last += [lag_text(row), share_text(row["waiting"]), bytes_text(row["memory"] or None)]
-    return [str(row["rank"]), str(row["method"]), *first, *last]
-
-
-def lag_text(row: dict[str, Any]) -> str:
-    """The mean lag, and the largest one if there was any."""
-    return count_text(row["mean_lag"]) + (f" (≤ {row['max_lag']:.0f})" if row["max_lag"] else "")
-
-
-def time_to_target(row: dict[str, Any]) -> str:
-    """The median over the seeds, their spread, and how many reached the target if not all did."""
-    if not row["reached"]:
-        return "not reached"
-    count = f", {row['reached']} of {row['seeds']}" if row["reached"] < row["seeds"] else ""
-    spread = "" if row["spread"] is None else f" ({' to '.join(map(seconds_text, row['spread']))})"
-    return seconds_text(row["seconds_to_target"]) + spread + count

@@ -48,7 +48,10 @@ LABELS = {
     "draws_from_all": "every worker draws from all samples",
     "peekable": "can be evaluated without quiescing",
     "may_end_early": "a worker may take fewer steps than the others",
+    "averages_gradients": "an update is the mean gradient of all workers",
     "equal_replicas": "all replicas are equal after each step",
+    "keeps_changes": "a change of the weights by the script is in force",
+    "plans_ahead": "must know the number of steps",
     "needs_step": "in a loop with its own backward and optimizer step",
     "streams": "mini-batches of several steps are in flight",
 }

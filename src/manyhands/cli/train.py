@@ -199,24 +199,11 @@ def folder(chosen: Path | None, title: str) -> Iterator[Path]:
 
 def summary(facts: dict[str, Any]) -> str:
     """The result as a few lines of text."""
-    f = facts
-    virtual = "virtual " if f["world"] == "virtual" else ""
-    wall = f"{f['wall_seconds']:.1f} s {'of real time' if virtual else 'with start and end'}"
-    steps = f"{f['steps']:,} steps" if f["stopped_at"] is None else f"stopped before step {f['steps']:,}"
-    rows = {
-        "test accuracy": None if f["test_accuracy"] is None else f"{f['test_accuracy']:.4f}",
-        "final loss": None if f["final_loss"] is None else f"{f['final_loss']:.4f}",
-        "time": f"{f['seconds']:.4g} {virtual}seconds ({wall})",
-        "speed": f"{f['samples_per_second']:,.0f} samples per {virtual}second, {steps}",
-        "sent": f"{f['bytes_sent'] / 1e6:,.1f} MB",
-        "lag": None if f["mean_lag"] is None else f"{f['mean_lag']:.2f} on average, {f['max_lag']} at most",
-        "waited": f"{f['waited_seconds']:.4g} s",
-        "record": f["record"],
-    }
-    engine = "a virtual cluster" if virtual else f"link {f['link']}"
-    title = f"{f['method']} on {f['task']}: {f['workers']} workers, {f['servers']} servers, {engine}, seed {f['seed']}"
-    lost = [f"  lost rank {rank}: {why}" for rank, why in f["lost"]]
-    return "\n".join([title, *(f"  {name:<14} {text}" for name, text in rows.items() if text is not None), *lost])
+    from manyhands.report.result_tables import result_rows, result_title
+
+    lost = [f"  lost rank {rank}: {why}" for rank, why in facts["lost"]]
+    rows = [f"  {name:<14} {text}" for name, text in result_rows(facts).items()]
+    return "\n".join([result_title(facts), *rows, *lost])
 
 
 def how_to_resume(result: Result, argv: Sequence[str]) -> str:

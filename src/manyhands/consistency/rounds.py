@@ -59,6 +59,8 @@ class Rounds:
     def remarks(self, steps: int) -> list[str]:
         """Where the rounds of such a run differ from the knobs."""
         length = self.length_in(steps)
+        if self.capped and not steps:
+            return [f"a round has {self.period} steps, because the length of the run is unknown: set period"]
         if self.period is None or length == self.period:
             return []
         return [f"a round has {length:.0f} steps, a tenth of the run, instead of {self.period}"]

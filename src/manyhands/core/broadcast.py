@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import PeerLost, Refused
+from manyhands.core.flat import unwatch
 from manyhands.core.gather import gather
 from manyhands.core.port import Message, Tag, recv
 from manyhands.core.strategy import Weights
@@ -106,5 +107,4 @@ def release_model(model: nn.Module) -> None:
     """Undo the flat layout: parameters get memory of their own, and gradients go to `.grad` again."""
     for p in model.parameters():
         p.data = p.data.clone()
-        if p._post_accumulate_grad_hooks:
-            p._post_accumulate_grad_hooks.clear()
+        unwatch(p)

@@ -39,22 +39,81 @@ class Fields(tuple[Any, ...]):
             raise Refused(f"the first field of a step is {first}, but must be a batch of samples") from None
 
 
+class StepLoss(float):
+    """The loss of a step as a number, with what the model returned beside it.
+
+    Args:
+        loss: the newest known loss; that of this mini-batch, except in a pipeline that streams.
+        outputs: what the model returned, without its graph; what came after the loss, if a tuple was returned. None if
+            this rank has not run the whole model.
+    """
+
+    outputs: Any
+
+    def __new__(cls, loss: float, outputs: Any = None) -> StepLoss:
+        made = super().__new__(cls, loss)
+        made.outputs = outputs
+        return made
+
+    @property
+    def loss(self) -> float:
+        """The loss as a plain number."""
+        return float(self)
+
+
 class OwnTask(Task):
     """The task of a user's own loop: a model and a loss for `Fields`. The user's loop supplies the data."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         super().__init__(model=lambda: model, data=(None,), loss=loss, name="own loop")
+        self._outputs: Any = None
+
+    def take_outputs(self) -> Any:
+        """What the last passes returned beside the loss."""
+        outputs, self._outputs = self._outputs, None
+        return outputs
 
     def loss_of(self, model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
-        """Run the model on one mini-batch; the loss, refused if it is not a tensor of one number."""
+        """Run the model on one mini-batch; the loss, refused if it is not a tensor of one number.
+
+        Model and loss function may return the loss alone, in front of a tuple, or as `.loss` or ["loss"].
+        """
         names = batch.names if isinstance(batch, Fields) else ()
         fields, named = list(batch[: len(batch) - len(names)]), dict(zip(names, batch[-len(names) :], strict=False))
         if self.loss is None:
-            return _checked(model(*fields, **named))
+            outputs = model(*fields, **named)
+            loss = self._split(outputs)
+            self._outputs = outputs if self._outputs is None else self._outputs
+            return loss
         if len(batch) < 2:
             raise Refused("a step has 1 field, but must have an input and a target: the loss compares them")
         target = fields.pop() if fields else named.pop(names[-1])
-        return _checked(self.loss(model(*fields, **named), target))
+        outputs = model(*fields, **named)
+        loss = self._split(self.loss(outputs, target))
+        self._outputs = without_graph(outputs) if self._outputs is None else self._outputs
+        return loss
+
+    def _split(self, found: Any) -> Tensor:
+        """The loss in what was returned; what comes after it in a tuple becomes the outputs."""
+        self._outputs = None
+        if isinstance(found, tuple) and found:
+            loss, *rest = found
+            self._outputs = without_graph(rest[0] if len(rest) == 1 else tuple(rest))
+            return _checked(loss)
+        if isinstance(found, Mapping) and "loss" in found:
+            return _checked(found["loss"])
+        return _checked(found if isinstance(found, Tensor) else getattr(found, "loss", found))
+
+
+def without_graph(outputs: Any) -> Any:
+    """Outputs whose tensors do not keep the graph of their computation alive."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    if isinstance(outputs, Mapping):
+        return {name: without_graph(value) for name, value in outputs.items()}
+    if type(outputs) in (list, tuple):
+        return type(outputs)(without_graph(value) for value in outputs)
+    return outputs
 
 
 def _checked(loss: Any) -> Tensor:

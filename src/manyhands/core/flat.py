@@ -82,6 +82,30 @@ class DtypeGroup:
         return frozenset(first + n for n in torch.nonzero(self.touch_counts == 0).flatten().tolist())
 
 
+class Arrival:
+    """The hook on a parameter: its gradient has arrived."""
+
+    def __init__(self, flat: Flat, slot: ParamSlot) -> None:
+        self._flat, self._slot = flat, slot
+
+    def __call__(self, p: Tensor) -> None:
+        if p.grad is None:
+            raise Refused(f"a hook has removed the gradient of {self._slot.name}, but must leave it for the method")
+        self._flat.receive(self._slot, p)
+
+
+def is_watched(p: Tensor) -> bool:
+    """Whether this parameter is part of a flat model."""
+    return any(isinstance(hook, Arrival) for hook in (p._post_accumulate_grad_hooks or {}).values())
+
+
+def unwatch(p: Tensor) -> None:
+    """Remove our hook from a parameter; those of the user remain."""
+    hooks = p._post_accumulate_grad_hooks or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, Arrival)]:
+        del hooks[key]
+
+
 class Flat:
     """A model's trainable parameters, laid out flat.
 
@@ -115,6 +139,9 @@ class Flat:
         self._arrival: Callable[[ParamSlot], None] | None = None
         self.receive: Callable[[ParamSlot, Tensor], None] = self._take
         """Called for each parameter whose gradient autograd has accumulated, inside the backward pass."""
+        self.scale = 1.0
+        """Every gradient is multiplied by it: other than 1 if the mini-batches of the workers are unequal."""
+        self._receives = False
         self._this_backward: set[str] = set()
         if not self.is_meta:
             for slot in self.slots:
@@ -146,16 +173,18 @@ class Flat:
         return [outgoing[p.span.start : p.span.stop].view(p.shape) for outgoing, p in spans]
 
     def _watch(self, slot: ParamSlot) -> None:
-        def arrive(p: Tensor) -> None:
-            self.receive(slot, p)
-
         self._parameters[slot.name].grad = None  # a gradient of an earlier loop would be added in the first step
-        self._parameters[slot.name].register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
+        self._parameters[slot.name].register_post_accumulate_grad_hook(Arrival(self, slot))  # type: ignore[no-untyped-call]
 
     def _take(self, slot: ParamSlot, p: Tensor) -> None:
         """Move a parameter's gradient into the flat one."""
         assert p.grad is not None
         grad, p.grad = p.grad, None
+        if not self._receives:
+            raise Refused(
+                "backward() was called between two steps, but hands.step computes the gradients itself: "
+                "for a loop with its own backward() use hands.prepare(model, optimizer)"
+            )
         if slot.name in self._this_backward:
             raise ManyhandsError(
                 f"{slot.name} got two gradients in one backward pass: re-entrant checkpointing "
@@ -166,8 +195,12 @@ class Flat:
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def open(self, arrival: Callable[[ParamSlot], None] | None = None) -> None:
-        """Begin a step: no gradient has arrived. `arrival` is called for each gradient, inside the backward pass."""
+    def open(self, arrival: Callable[[ParamSlot], None] | None = None, *, by_hooks: bool = True) -> None:
+        """Begin a step: no gradient has arrived. `arrival` is called for each gradient, inside the backward pass.
+
+        Without `by_hooks` the method puts all gradients itself. A backward pass outside of a step is refused.
+        """
+        self._receives = by_hooks
         self._arrived.clear()
         self.rows.clear()
         self._arrival = arrival
@@ -180,6 +213,8 @@ class Flat:
     def put(self, slot: ParamSlot, grad: Tensor) -> None:
         """Store one parameter's gradient; a second one in the same step is added."""
         gradient = self.gradient_of(slot)
+        if self.scale != 1.0:
+            grad = grad * self.scale
         earlier = self.rows.pop(slot.param_id, None)
         if earlier is not None:
             grad = grad + earlier
@@ -206,6 +241,7 @@ class Flat:
 
     def close(self) -> None:
         """End the step: gradients that did not arrive are zero, with a touch count of 0."""
+        self._receives = False
         for name, p in self._frozen.items():
             if p.requires_grad:
                 raise Refused(f"{name} was frozen when training began, but is to be trained now: join again")
@@ -308,7 +344,7 @@ def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, p in parameters.items():
         if not p.is_contiguous():
             raise Refused(f"{name} is laid out with strides {p.stride()}, but must be contiguous (no channels-last)")
-        if p._post_accumulate_grad_hooks:
+        if is_watched(p):
             raise Refused(f"{name} already has gradient hooks, but a model can be joined only once")
 
 

@@ -57,11 +57,12 @@ class LoopGradients:
     Args:
         flat: the model's parameters and gradients.
         average: replaces the flat gradient by the mean over all workers; None if the method does not.
+        begun: whether the method waits for a gradient: before that, its memory may be lent.
     """
 
-    def __init__(self, flat: Flat, average: Callable[[], None] | None) -> None:
+    def __init__(self, flat: Flat, average: Callable[[], None] | None, begun: Callable[[], bool]) -> None:
         self._flat = flat
-        self._average = average
+        self._average, self._begun = average, begun
         self._own: set[ParamSlot] = set()
         """Arrived since the last step, and not averaged."""
         self._averaged: set[ParamSlot] = set()
@@ -89,6 +90,11 @@ class LoopGradients:
         view = self._views[slot.param_id]
         plain = self._flat.gradient_of(slot)
         assert p.grad is not None
+        if self._average is None and not self._begun():
+            raise Refused(
+                f"{slot.name} has got a gradient, but there was no forward pass of the prepared model: call the model "
+                "itself, as model(x), not a part of it and not model.forward(x); prepare a model that is compiled"
+            )
         adds = p.grad is view or p.grad is plain
         if adds and slot in self._used:
             raise ManyhandsError(

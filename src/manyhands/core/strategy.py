@@ -45,8 +45,14 @@ class Traits:
     """Whether the weights can be read between two steps without quiescing (`peek`)."""
     may_end_early: bool = False
     """Whether, in lock step, a worker may take fewer steps than the others, which continue without it."""
+    averages_gradients: bool = False
+    """Whether each update is the mean over all workers of one gradient each, which are to be weighted by samples."""
     equal_replicas: bool = False
     """Whether all workers apply the same mean gradient to the same weights, so that each could do so by itself."""
+    keeps_changes: bool = False
+    """Whether a change that a user makes to a worker's weights between two steps is in force."""
+    plans_ahead: bool = False
+    """Whether it must know how many steps the run has."""
     needs_step: str = ""
     """Why a user's loop that calls `backward` itself cannot supply its gradients; empty if it can."""
     streams: bool = False

@@ -1,4 +1,4 @@
-"""The progress of a run, on stderr: a bar on a terminal, a line after every tenth of the samples when piped.
+"""The progress of a run: a bar on a terminal or in a notebook, a line after every tenth of the samples when piped.
 
     ssp on digits ━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━  62 %  loss 0.2134  15,310 samples/s  0:00:04 left
 
@@ -121,9 +121,13 @@ class Bar:
         if self.drawing is None:
             return
         self.drawn = time.monotonic()
-        words = [*self.tally.words(), f"{clock(self.tally.seconds_left())} left"]
         task = self.drawing.task_ids[0]
-        self.drawing.update(task, completed=self.tally.samples, words="  ".join(filter(None, words)), refresh=True)
+        self.drawing.update(task, completed=self.tally.samples, words=self.words(), refresh=True)
+
+    def words(self) -> str:
+        """Loss, rate and time left."""
+        words = [*self.tally.words(), f"{clock(self.tally.seconds_left())} left"]
+        return "  ".join(filter(None, words))
 
 
 class ProgressLines:
@@ -159,6 +163,16 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose output may be HTML."""
+    ipython: Any = sys.modules.get("IPython")  # a kernel has imported it
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+
+
 def choose(title: str = "") -> Bar | ProgressLines:
-    """A bar if stderr is a terminal, else lines; `title` replaces that of the run."""
+    """A bar in a notebook or if stderr is a terminal, else lines; `title` replaces that of the run."""
+    if is_notebook():
+        from manyhands.report.notebook import NotebookBar
+
+        return NotebookBar(title)
     return Bar(title) if sys.stderr.isatty() else ProgressLines(title)

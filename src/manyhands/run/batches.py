@@ -6,7 +6,8 @@
         stream   | b0 b1 b2 | b3 b4 b5 | b6 b7         3 replicas: replica 1 takes b1 and b4;
                    round 0    round 1    incomplete    the incomplete round is dropped, so all take the same number
 
-Of a torch DataLoader only the data set, batch size and collate function are used; the order is determined here.
+Of a torch DataLoader only the data set, batch size and collate function are used; the order is determined here, and
+options that would have no effect are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ from manyhands.core.task import is_stream
 from manyhands.splits.data import Share, tensors_of
 
 Collate = Callable[[list[Any]], Any]
+
+DROPPED = {
+    "num_workers": 0,
+    "pin_memory": False,
+    "drop_last": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+}
+"""Options of a DataLoader that `share` cannot keep, with their defaults."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +94,21 @@ def _from_loader(loader: DataLoader[Any], batch_size: int | None, collate: Colla
                 f"the loader draws by a {type(loader.sampler).__name__}, but must shuffle (shuffle=True): each worker "
                 "draws its own samples in its own random order; or pass the data set instead of the loader"
             )
+    _refuse_dropped(loader)
     if collate is None and loader.collate_fn is not default_collate:
         collate = loader.collate_fn
     return source(loader.dataset, loader.batch_size, collate)
+
+
+def _refuse_dropped(loader: DataLoader[Any]) -> None:
+    """Refuse options of a loader that `share` does not have."""
+    for name, default in DROPPED.items():
+        value = getattr(loader, name)
+        if value is not default and value != default:
+            raise Refused(
+                f"the loader has {name}={value}, but share draws samples itself, without it: iterate over "
+                "hands.prepare(loader), which keeps all options, or pass the data set to share"
+            )
 
 
 def as_samples(samples: list[Any]) -> Any:

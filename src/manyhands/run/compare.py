@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from manyhands import tasks
 from manyhands.core.errors import ManyhandsError, Refused, refuse_unless
@@ -24,6 +24,7 @@ from manyhands.core.strategy import Strategy
 from manyhands.core.task import Task
 from manyhands.engines.choose import On, choose_engine
 from manyhands.engines.engine import Engine
+from manyhands.report.live import choose as live
 from manyhands.report.measures import Target, parse_target
 from manyhands.report.progress import Progress
 from manyhands.report.ranking import Row, ranking
@@ -33,6 +34,10 @@ from manyhands.run.spec import RunSpec, has_metric, make_spec, run_length
 from manyhands.run.train import run_spec
 from manyhands.run.tune import tuned
 from manyhands.virtual.cluster import Cluster
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 EVALUATIONS = 20
 """How often each run is evaluated on the test data by default."""
@@ -48,7 +53,7 @@ class Watch(Protocol):
         """A run has ended."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The result of a comparison: a row for each method, the best first, and all runs."""
 
@@ -59,6 +64,29 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
     out: Path | None = None
     report: Path | None = None
+
+    def __repr__(self) -> str:
+        from manyhands.run.display import comparison_text
+
+        return comparison_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from manyhands.run.display import comparison_html
+
+        return comparison_html(self)
+
+    def to_pandas(self, of: str = "methods") -> DataFrame:
+        """The ranking, a row for each of the "methods" with medians over its seeds, or the totals of all "runs"."""
+        from manyhands.run.display import comparison_frame
+
+        return comparison_frame(self, of)
+
+    def plot(self, over: str = "seconds") -> Figure:
+        """Loss and accuracy of all runs, over "seconds", "samples" or "bytes", as a figure of plotly."""
+        from manyhands.run.display import curves_figure
+
+        return curves_figure(self.runs, over, self.target)
 
 
 @dataclass(frozen=True)
@@ -114,6 +142,7 @@ def compare(
     force: bool = False,
     png: bool = False,
     watch: Watch | None = None,
+    progress: bool = False,
 ) -> Comparison:
     """Run methods side by side on one task, and rank them.
 
@@ -129,12 +158,14 @@ def compare(
         force: write into a folder that is not empty.
         png: also write the main figures as PNG files.
         watch: called when a run begins and ends, and for every line of its record.
+        progress: show the table that `manyhands compare` shows while the methods run.
     """
     refuse_unless(evaluations >= 1, "evaluations", evaluations, ">= 1")
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     refuse_unless(len(chosen) >= 1, "seeds", seeds, ">= 1")
     goal = parse_target(target) if isinstance(target, str) else target
     entries = named(strategies)
+    refuse_unless(watch is None or not progress, "progress", progress, "False if watch is given")
     engine = choose_engine(on, workers=workers, servers=servers, cluster=cluster, link=link, bind=bind)
     loaded = tasks.load(task, None if data is None else Path(data)) if isinstance(task, str) else task
     if goal is not None and goal.what == "accuracy" and not has_metric(loaded):
@@ -142,6 +173,8 @@ def compare(
     setting = Setting(task, loaded, engine, data, steps, epochs, batch_size, evaluations)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory())) if out is None else claim(Path(out), force)
+        if progress:
+            watch = stack.enter_context(live([str(recipe_of(one)) for one in entries], len(chosen), goal))
         bench = Bench(setting, folder, watch)
         notes = []
         if tune:

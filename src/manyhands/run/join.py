@@ -14,29 +14,31 @@ other ranks.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
-from manyhands.core.budget import Budget, FixedSteps
-from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.fields import Fields
+from manyhands.core.budget import Budget
+from manyhands.core.errors import Refused
+from manyhands.core.fields import Fields, StepLoss
 from manyhands.core.port import Transport
 from manyhands.core.strategy import Strategy
-from manyhands.run.batches import Collate, Source, granted, rounds, source
+from manyhands.run.live_optimizers import LiveOptimizers
 from manyhands.run.loaders import part_of
-from manyhands.run.loop_signals import LoopStops, Stopped
-from manyhands.run.loop_state import LoopState
+from manyhands.run.loop_shares import LoopShares
+from manyhands.run.loop_signals import Stopped
+from manyhands.run.loop_state import GroupOptions, LoopState
+from manyhands.run.optimizer_guards import guard_steps, refuse_hooks
 from manyhands.run.prepared import LoopObjects, Prepared
-from manyhands.run.share_position import after
 from manyhands.run.training import Fails, Training
-from manyhands.splits.data import Share, mixed
+from manyhands.splits.data import Share
 
 if TYPE_CHECKING:
     from manyhands.runtime.launch.exit_report import ScriptEnd
@@ -46,7 +48,7 @@ class _Served(SystemExit):
     """Leaves the block on a server rank, or the script if there is no block, once the workers have ended."""
 
 
-class Hands(LoopStops):
+class Hands(LoopShares):
     """One rank of a job with the user's own loop; made by `join`.
 
     Args:
@@ -54,7 +56,7 @@ class Hands(LoopStops):
         model: any module; for pipelines an `nn.Sequential`, or a list of stages.
         strategy: the method, such as `mh.ssp(staleness=3)`.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
-        optimizer: updates the weights instead of the strategy's own rule; recreated on the ranks that apply updates.
+        optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
         seed: determines everything random.
         budget_for: makes the common budget of all workers for a number of mini-batches.
     """
@@ -73,17 +75,28 @@ class Hands(LoopStops):
         self.transport = transport
         self._strategy, self._seed = strategy, seed
         self._joined: Training | None = None
+        self._guards: list[RemovableHandle] = []
         self._prepared: Prepared | None = None
         self._loop = LoopState()
         if model is not None:
             model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
-            self._joined = Training(transport, model, loss, strategy, optimizer, seed)
+            self._joined = Training(transport, model, loss, strategy, self._read_only(optimizer, model), seed)
             self._watch_steps(self._joined)
         self._budget_for = budget_for or self._budget_of_the_runtime
         self._share: Share | None = None
         self._budgets = 0
         self._is_open = self._is_sharing = self._ended = False
         self._led: bool | None = None
+
+    def _read_only(self, optimizer: torch.optim.Optimizer | None, model: nn.Module) -> LiveOptimizers | None:
+        """The optimizer of a loop of `step`, whose options are read at each step."""
+        if optimizer is None:
+            return None
+        refuse_hooks(optimizer)
+        live = LiveOptimizers([optimizer], dict(model.named_parameters()))
+        self._guards = guard_steps(optimizer)
+        self._loop.objects = {"optimizer": [GroupOptions(optimizer)]}
+        return live
 
     @property
     def _training(self) -> Training:
@@ -141,11 +154,8 @@ class Hands(LoopStops):
         self._is_open = False
         if self._ended:
             return
-        self._ended = True
-        self._stop_listening()
         try:
-            if self._prepared is not None:
-                self._prepared.release()
+            self._release()
             if self._joined is None:
                 self.transport.leave()
             else:
@@ -154,11 +164,17 @@ class Hands(LoopStops):
             self._fail(failure)
             raise
 
-    def _fail(self, error: BaseException) -> None:
+    def _release(self) -> None:
+        """Leave the user's model and optimizers as they were."""
         self._ended = True
         self._stop_listening()
+        for guard in self._guards:
+            guard.remove()
         if self._prepared is not None:
             self._prepared.release()
+
+    def _fail(self, error: BaseException) -> None:
+        self._release()
         if self._joined is not None:
             self._joined.fail(error)
         elif isinstance(self.transport, Fails):
@@ -171,23 +187,32 @@ class Hands(LoopStops):
 
         Takes models, optimizers, loaders and schedulers in any order, and returns them in that order; loaders are
         replaced by this worker's part of them, all others are the same objects. A server rank serves here until the
-        workers have ended, then leaves the with block, or the script if there is none.
+        workers have ended, then leaves the with block, or the script if there is none. For a loop of `step` it takes
+        loaders only.
         """
+        if objects and all(isinstance(one, DataLoader) for one in objects) and self._joined is not None:
+            parts = tuple(map(self._part_of, objects))
+            return parts[0] if len(parts) == 1 else parts
         given = LoopObjects.of(objects)
         if self._joined is not None:
             raise Refused("these hands have a model already, but prepare needs hands without one: join(strategy=...)")
         self._is_open = True
         self._prepared = Prepared(self.transport, given.models, given.optimizers, self._strategy, self._seed)
         self._joined = self._prepared.training
-        even = self._strategy.traits.lockstep
-        parts = {id(one): part_of(one, self._seed, self.rank, self.workers, even) for one in given.loaders}
-        self._loop = given.state(parts)
+        self._loop = given.state(self._strategy)
         self._watch_steps(self._joined)
+        dealt = {id(one): self._part_of(one) for one in given.loaders}
         self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
         if self.role != "worker":
             raise _Served
-        found = tuple(parts.get(id(one), one) for one in objects)
+        found = tuple(dealt.get(id(one), one) for one in objects)
         return found[0] if len(found) == 1 else found
+
+    def _part_of(self, loader: DataLoader[Any]) -> Any:
+        """This worker's part of a loader; the workers of one replica draw the same batches."""
+        replicas = self._training.replicas
+        replica = self.rank * replicas // self.workers
+        return self._loop.tracked(part_of(loader, self._seed, replica, replicas, self._strategy.traits.lockstep))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, backward passes are not the last of their step."""
@@ -197,79 +222,8 @@ class Hands(LoopStops):
 
     # -- a loop of steps --------------------------------------------------------------------------
 
-    def share(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        *,
-        epochs: float | None = None,
-        steps: int | None = None,
-        collate: Collate | None = None,
-    ) -> Iterator[Any]:
-        """This rank's mini-batches: tuples if a sample is a tuple of fields, dicts if it is a dict.
-
-        Workers in lock step get equally many; others draw from one budget, so that fast workers take more. Called
-        again, it continues where it stopped in the data.
-
-        Args:
-            dataset: map-style or iterable, or a DataLoader that shuffles. An iterable must be the same on every rank.
-            batch_size: samples per mini-batch of one worker.
-            epochs: passes over the data by all workers together; 1 by default.
-            steps: updates of size replicas x batch_size, instead of epochs.
-            collate: makes a mini-batch from a list of samples.
-        """
-        self._refuse_outside("share")
-        self._refuse_another()
-        if steps is not None and epochs is not None:
-            raise Refused(f"steps is {steps} and epochs is {epochs}, but only one of them can be given")
-        refuse_unless(steps is None or steps >= 1, "steps", steps, ">= 1")
-        data, epochs = source(dataset, batch_size, collate), 1 if epochs is None else epochs
-        passes = data.passes(epochs) if data.is_stream and steps is None else None
-        if steps is None and not data.is_stream:
-            steps = data.steps(epochs, self._training.replicas)
-        if self._training.streams and steps is None:
-            raise Refused("steps is missing: a pipeline that streams must know which mini-batch is its last")
-        done = self._loop.share.begin(data.batch_size)
-        batches = self._batches(data, passes, steps, done) if self.role == "worker" else iter(())
-        left = max(0, (steps or 0) - done // self._training.replicas)
-        self._training.begin(data.batch_size, left, None if data.is_stream else len(data.dataset))
-        return self._iterate(self._loop.share.counted(batches))
-
-    def _batches(self, data: Source, passes: int | None, steps: int | None, done: int) -> Iterator[Any]:
-        """Those of this replica, without the `done` ones of all replicas that a resumed run has taken."""
-        replicas = self._training.replicas
-        replica = self.rank * replicas // self.workers
-        if data.is_stream:
-            return after(islice(rounds(data, replica, replicas, passes), steps), done // replicas)
-        assert steps is not None
-        share = self._share_of(data, replica, replicas)
-        if self._training.strategy.traits.lockstep:
-            return granted(share, FixedSteps(max(0, steps - done // replicas)), self.transport)
-        return granted(share, self._budget_for(max(0, steps * replicas - done)), self.transport)
-
-    def _share_of(self, data: Source, replica: int, replicas: int) -> Share:
-        """This replica's share: the last one again for the same data set, else a new one in another random order."""
-        last, seed = self._share, self._training.worker.seed
-        if last is not None and last.dataset is data.dataset and last.batch_size == data.batch_size:
-            return last
-        made = self._loop.share.shares
-        seed = mixed(seed, made) if made else seed
-        self._loop.share.shares += 1
-        whole = self._training.strategy.traits.draws_from_all
-        self._share = Share(data.dataset, replica, replicas, data.batch_size, seed, data.collate, whole)
-        self._loop.share.place(self._share)
-        return self._share
-
-    def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._refuse_another()
-        self._is_sharing = True
-        try:
-            yield from batches
-        finally:
-            self._is_sharing = False
-
-    def step(self, *fields: Any, **named: Any) -> float | None:
-        """Train on one mini-batch; the newest known loss.
+    def step(self, *fields: Any, **named: Any) -> StepLoss | None:
+        """Train on one mini-batch; the newest known loss: a float with `.outputs`, None if none is known yet.
 
         With a loss, the last field is the target. In lock step every worker must take equally many steps.
         """
@@ -284,18 +238,6 @@ class Hands(LoopStops):
     def _refuse_outside(self, name: str) -> None:
         if not self._is_open:
             raise Refused(f"{name} was called outside the with block of its hands, but must be called within")
-
-    def _refuse_another(self) -> None:
-        if self._is_sharing:
-            raise Refused("another share is still running, but only one can: finish it first, or close() it")
-
-    def _budget_of_the_runtime(self, batches: int) -> Budget:
-        from manyhands.runtime.budget import SharedBudget
-        from manyhands.runtime.transport.transport import RealTransport
-
-        assert isinstance(self.transport, RealTransport)
-        self._budgets += 1
-        return SharedBudget(self.transport, batches, f"budget{self._budgets}", closes=False)
 
 
 def join(
@@ -317,7 +259,7 @@ def join(
         model: any module; for pipelines an `nn.Sequential`, or a list of stages.
         strategy: the method, such as `mh.ssp(staleness=3)`.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
-        optimizer: updates the weights instead of the strategy's own rule; recreated on the ranks that apply updates.
+        optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
         seed: determines everything random.
         servers: how many of the processes are servers, if the launcher does not specify it.
         folder: where the run is saved if it is asked to stop (SIGTERM, SIGUSR1) and never looks at `hands.stopping`.

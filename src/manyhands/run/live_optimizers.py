@@ -20,10 +20,15 @@ from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.options import Options
 from manyhands.core.rule import Rule, UpdateContext
 from manyhands.rules.by_name import ByName
-from manyhands.rules.optimizer import refuse_unfit
 from manyhands.rules.torch import Torch
+from manyhands.run.optimizer_guards import refuse_unfit, refuse_unknown
 
 Group = Mapping[str, Any]
+
+SCHEDULED = frozenset(
+    ["params", "param_names", "initial_lr", "min_lr", "max_lr", "base_momentum", "min_momentum", "max_momentum"]
+)
+"""What a group has beside its options; most of it belongs to schedulers."""
 
 
 class OptionNames:
@@ -41,6 +46,7 @@ class OptionNames:
         self.fixed = {name: value for name, value in given.items() if not _is_numeric(value)}
         self._sizes = {name: len(_numbers(value)) for name, value in given.items() if name not in self.fixed}
         refuse_unless("lr" in self._sizes, "the optimizer", kind.__name__, "one that is given a learning rate lr")
+        _refuse_other_options(kind, group, given)
         self.start, self.stop = start, start + sum(self._sizes.values())
 
     def row(self, group: Group) -> tuple[float, ...]:
@@ -58,6 +64,14 @@ class OptionNames:
             found[name] = row[at] if size == 1 else tuple(row[at : at + size])
             at += size
         return found
+
+
+def _refuse_other_options(kind: type[torch.optim.Optimizer], group: Group, given: Group) -> None:
+    """Refuse options that the class does not take, unless it sets them itself or a scheduler has."""
+    again = kind([nn.Parameter(torch.zeros(1, 1))], **given).param_groups[0]
+    for name in group.keys() - given.keys() - SCHEDULED:
+        if name not in again or again[name] != group[name]:
+            raise Refused(f"{name} of a {kind.__name__} is {group[name]}, but its class has no such argument")
 
 
 def _is_numeric(value: Any) -> bool:
@@ -105,6 +119,7 @@ class LiveOptimizers:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
+        refuse_unknown(optimizers, parameters)
         refuse_unfit(optimizers, parameters)
         self._optimizers = optimizers
         self._names: list[OptionNames] = []
@@ -116,6 +131,11 @@ class LiveOptimizers:
 
     def _groups(self) -> list[tuple[type[torch.optim.Optimizer], Group]]:
         return [(type(one), group) for one in self._optimizers for group in one.param_groups]
+
+    def read(self) -> tuple[float, ...]:
+        """Let the rule use the numbers of all groups as they are now."""
+        self.options.values = self.row()
+        return self.options.values
 
     def row(self) -> tuple[float, ...]:
         """The numbers of all groups as they are now."""

@@ -76,6 +76,7 @@ class LoopCheckpoints(LoopCollectives):
             draws = w.random.getstate()
             training.run.pause(None, writer.save, None)
             w.random.setstate(draws)  # a pause with a checkpoint seeds it anew
+            training.changes.note()
         outcomes = self._values("save", writer.outcome)
         loop.extra = dict(extra or {})
         return writer.path_in(outcomes.values())

@@ -113,6 +113,7 @@ class LoopCollectives:
                 yield model
         finally:
             training.shows_answer = False
+            training.changes.note()
 
     def evaluate(self, function: Callable[[nn.Module], T]) -> T:
         """What `function(model)` returns with the method's answer, on every rank; without gradients, in eval mode."""

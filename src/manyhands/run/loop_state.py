@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from manyhands.core.errors import ManyhandsError, Refused, refuse_unless
 from manyhands.core.gather import Gathered
 from manyhands.core.state import Snapshot, section, under
@@ -41,7 +43,7 @@ class LoopState:
     """
 
     objects: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    positions: Sequence[LoaderPosition] = ()
+    positions: list[LoaderPosition] = field(default_factory=list)
     share: SharePosition = field(default_factory=SharePosition)
     extra: dict[str, Any] = field(default_factory=dict)
     """What the user has saved last."""
@@ -50,9 +52,15 @@ class LoopState:
 
     def watch(self, before_batch: Callable[[], None], keeps_open: Callable[[], bool]) -> None:
         """Call `before_batch` when the loop asks for data; `keeps_open` says whether it leaves data to be resumed."""
-        parts: list[LoaderPosition | SharePosition] = [*self.positions, self.share]
-        for one in parts:
-            one.before_batch, one.keeps_open = before_batch, keeps_open
+        self._callbacks = before_batch, keeps_open
+        self.share.before_batch, self.share.keeps_open = self._callbacks
+
+    def tracked(self, loader: Any) -> Any:
+        """The same loader, whose position is saved from now on if it has one."""
+        if hasattr(loader, "position"):
+            self.positions.append(loader.position)
+            loader.position.before_batch, loader.position.keeps_open = self._callbacks
+        return loader
 
     # -- saving -----------------------------------------------------------------------------------
 
@@ -60,7 +68,7 @@ class LoopState:
         """What is equal on all ranks."""
         tensors: Saved = {}
         facts = {
-            kind: [[type(one).__name__, encode(one.state_dict(), f"{kind}{i}", tensors)] for i, one in enumerate(some)]
+            kind: [[_name(one), encode(one.state_dict(), f"{kind}{i}", tensors)] for i, one in enumerate(some)]
             for kind, some in self.objects.items()
         }
         return facts, under(f"{LOOP}/objects", tensors)
@@ -78,7 +86,7 @@ class LoopState:
     def refuse_others(self, facts: Facts) -> None:
         """Refuse a checkpoint of other objects than these."""
         for kind, some in self.objects.items():
-            here, there = [type(one).__name__ for one in some], [name for name, _ in facts["objects"].get(kind, [])]
+            here, there = [_name(one) for one in some], [name for name, _ in facts["objects"].get(kind, [])]
             words = f"{kind}s given to prepare are"
             if here != there:
                 raise Refused(f"the {words} {_listed(here)}, but must be {_listed(there)}, as in the checkpoint")
@@ -105,12 +113,11 @@ class LoopState:
         ranks = [facts["ranks"][key] for key in sorted(facts["ranks"], key=int)]
         mine = section(saved, f"{LOOP}/{_key(w.rank)}")
         first = section(saved, f"{LOOP}/{_key(0)}")
+        of_replicas, replica = ranks[:: max(1, len(ranks) // facts["replicas"])], w.rank * replicas // len(w.workers)
         for number, position in enumerate(self.positions):
             began = section(mine, f"loader{number}") or section(first, f"loader{number}")
-            position.continue_from([one["loaders"][number] for one in ranks], w.rank, began)
-        step = max(1, len(ranks) // facts["replicas"])
-        shares = [one["share"] for one in ranks[::step]]
-        self.share.continue_from(shares, w.rank * replicas // len(w.workers), replicas)
+            position.continue_from([one["loaders"][number] for one in of_replicas], replica, began)
+        self.share.continue_from([one["share"] for one in of_replicas], replica, replicas)
         if mine:
             restore_random(mine)
         return mine
@@ -164,6 +171,25 @@ class CheckpointWriter:
         if word == "failed":
             raise Refused(f"nothing was saved: {text}")
         return Path(text)
+
+
+class GroupOptions:
+    """The options of an optimizer's groups: its memory is where the strategy has the weights, and saved there."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> Facts:
+        groups = self.optimizer.param_groups
+        return {"param_groups": [{name: x for name, x in one.items() if name != "params"} for one in groups]}
+
+    def load_state_dict(self, state: Facts) -> None:
+        for group, options in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update(options)
+
+
+def _name(one: Any) -> str:
+    return type(one.optimizer if isinstance(one, GroupOptions) else one).__name__
 
 
 def _key(rank: int) -> str:

@@ -16,7 +16,7 @@ Only hooks that torch has for this are used: the user's model and optimizer rema
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,10 +32,12 @@ from manyhands.core.loop_worker import LoopWorker
 from manyhands.core.port import Transport
 from manyhands.core.rule import Rule
 from manyhands.core.strategy import Strategy
-from manyhands.rules.optimizer import refuse_unknown
 from manyhands.run.handover import Handover
 from manyhands.run.live_optimizers import LiveOptimizers
-from manyhands.run.loop_state import LoopState
+from manyhands.run.loop_state import GroupOptions, LoopState
+from manyhands.run.optimizer_guards import guard_state, refuse_unknown
+from manyhands.run.pass_seeds import PassSeeds
+from manyhands.run.sample_weights import samples_in
 from manyhands.run.training import Training
 
 SCHEDULERS = LRScheduler, ReduceLROnPlateau
@@ -65,11 +67,11 @@ class LoopObjects:
         refuse_unless(bool(found.optimizers), "the number of optimizers to prepare", 0, ">= 1")
         return found
 
-    def state(self, parts: Mapping[int, Any]) -> LoopState:
-        """What is saved of them; `parts` has the loaders that take the place of the user's, by the id of those."""
-        objects = {"optimizer": self.optimizers, "scheduler": self.schedulers, "scaler": self.scalers}
-        loaders = [parts[id(one)] for one in self.loaders]
-        return LoopState(objects, [one.position for one in loaders if hasattr(one, "position")])
+    def state(self, strategy: Strategy) -> LoopState:
+        """What is saved of them; the memory of an optimizer that the strategy steps by is part of its state."""
+        own_step = strategy.traits.equal_replicas
+        optimizers: Sequence[Any] = self.optimizers if own_step else [GroupOptions(one) for one in self.optimizers]
+        return LoopState({"optimizer": optimizers, "scheduler": self.schedulers, "scaler": self.scalers})
 
 
 class Prepared:
@@ -102,13 +104,17 @@ class Prepared:
         named = dict(self._model.named_parameters())
         refuse_unknown(optimizers, named)
         self._live = None if self._own_step else LiveOptimizers(optimizers, named)
-        rule: Rule = Handover() if self._live is None else self._live.rule
-        self.training = Training(transport, self._model, None, strategy, rule, seed, LoopWorker)
+        how: Rule | LiveOptimizers = self._live or Handover()
+        self.training = Training(transport, self._model, None, strategy, how, seed, LoopWorker)
+        self.training.gradients_from = "prepare begins with the first mini-batch"
         assert isinstance(self.training.worker, LoopWorker)
         self.worker: LoopWorker = self.training.worker
         self._models = models
         self._handles: list[Any] = []
         self._is_driven = False
+        self._frozen = {name for name, p in named.items() if not p.requires_grad}
+        self._passes = PassSeeds(self.worker)
+        self._samples = 0
 
     def begin(self, batch_size: int) -> None:
         """Unite with all other ranks; a server rank serves here until the workers have ended."""
@@ -117,34 +123,63 @@ class Prepared:
             self.training.begin(batch_size, 0)
             return
         for model in self._models:
-            self._handles.append(model.register_forward_pre_hook(self._before_forward))
+            self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            if self._live is not None:
+                self._handles += guard_state(optimizer)
 
     def start(self) -> None:
         """Set the strategy up, at the first call: before the first step, so that a checkpoint can be loaded first."""
         if not self.training.has_begun:
+            for name, p in self._model.named_parameters():
+                if p.requires_grad and name in self._frozen:
+                    raise Refused(f"{name} was frozen when training began, but is to be trained now: join again")
             self.training.begin(None, 0)
             self.worker.drive(self.training.run.step)
             self._is_driven = True
-            self._gradients = LoopGradients(self.worker.flat, self._average if self._own_step else None)
+            average = self._average if self._own_step else None
+            self._gradients = LoopGradients(self.worker.flat, average, begun=lambda: self.worker.in_step)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """The first forward pass of a step that is to be trained by."""
-        if model.training and torch.is_grad_enabled() and not self.training.shows_answer:
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pass that is to be trained by; the first one of a step begins it."""
+        if torch.is_grad_enabled() and not self.training.shows_answer:
             with self.worker.waiting_in_forward():
                 self.training.between_steps()
                 self.start()
                 if not self._own_step:  # it may wait for other workers before it has a gradient
                     self.training.position.at_step()
-                self.worker.request()
+                self._request()
+            self._samples += samples_in((args, kwargs)) or 0
+            self._passes.begin()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        self._passes.end()
+
+    def _request(self) -> None:
+        """Let the strategy run until it asks for a gradient, if it has not."""
+        if not self.worker.in_step:
+            self.training.changes.refuse()
+            self.worker.request()
+            self.training.changes.note()
 
     def _average(self) -> None:
         """The gradient of this step is complete: let the strategy replace it by the mean of all workers."""
         self.training.position.at_step()
+        self._request()
+        self._weigh()
         self.worker.supply()
+
+    def _weigh(self) -> None:
+        """Scale the gradient by this worker's share of the samples."""
+        scale = self.training.sample_weights.scale(self._samples or 1)
+        self._samples = 0
+        for group in self.worker.flat.groups if scale != 1.0 else ():
+            group.grad.mul_(scale)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
@@ -153,7 +188,7 @@ class Prepared:
         self._start_late()
         if self._live is not None:
             self.training.position.at_step()
-            self.worker.request()  # from then on the flat gradient may be written
+            self._request()  # from then on the flat gradient may be written
         self._gradients.settle()
         self._taken = self._gradients.take([p for group in optimizer.param_groups for p in group["params"]])
         if not self._own_step:
@@ -163,23 +198,29 @@ class Prepared:
     def _start_late(self) -> None:
         """Start, if no forward pass has done so: gradients that were computed before count for this step."""
         if not self.training.has_begun:
+            gradients = [(p, p.grad) for p in self._model.parameters()]
             self.start()
+            for p, gradient in gradients:
+                p.grad = gradient
             self._gradients.adopt()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._live is not None:
-            self._supply(self._live)
+            self._supply()
         self._gradients.used(self._taken)
 
     @torch.no_grad()
-    def _supply(self, live: LiveOptimizers) -> None:
+    def _supply(self) -> None:
         """Give the strategy the gradients of the optimizer that steps, and the options of all groups."""
         flat = self.worker.flat
-        self.worker.options = live.options.values = live.row()
+        self.training.read_options()
         self._gradients.set_aside(self._taken)
         flat.mark(self._taken)
         flat.close()
+        self._weigh()
+        self.training.changes.refuse()
         self.worker.supply()
+        self.training.changes.note()
         for slot in self._taken:
             flat.parameter(slot).grad = flat.gradient_of(slot)
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,10 @@ from torch import nn
 from manyhands.core.strategy import Batch, Weights
 from manyhands.core.task import Task
 from manyhands.splits.data import collate, tensors_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+    from plotly.graph_objects import Figure
 
 TAIL = 0.05
 """The final loss is the mean over this share of the run, because the loss of one mini-batch is noisy."""
@@ -27,7 +31,7 @@ class Lag(NamedTuple):
     max: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The outcome of a run.
 
@@ -74,6 +78,29 @@ class Result:
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else math.nan
+
+    def __repr__(self) -> str:
+        from manyhands.run.display import result_text
+
+        return result_text(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from manyhands.run.display import result_html
+
+        return result_html(self)
+
+    def to_pandas(self, kind: str = "step") -> DataFrame:
+        """The lines of the record of one kind: "step", "evaluation", "pause" or "memory" (see docs/records.md)."""
+        from manyhands.run.display import result_frame
+
+        return result_frame(self, kind)
+
+    def plot(self, over: str = "seconds") -> Figure:
+        """Loss and accuracy during the run, over "seconds", "samples" or "bytes", as a figure of plotly."""
+        from manyhands.run.display import result_figure
+
+        return result_figure(self, over)
 
 
 def lag_of(steps: Sequence[dict[str, Any]]) -> Lag:

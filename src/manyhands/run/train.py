@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from manyhands.core.errors import PeerLost
+from manyhands.core.errors import PeerLost, refuse_unless
 from manyhands.core.recipe import recipe_of
 from manyhands.core.record import decoded
 from manyhands.core.strategy import Strategy
@@ -17,7 +17,7 @@ from manyhands.engines.choose import On, choose_engine
 from manyhands.engines.engine import Ran
 from manyhands.report.adapters import adapters as listeners
 from manyhands.report.machine import provenance
-from manyhands.report.progress import Progress
+from manyhands.report.progress import Progress, choose
 from manyhands.report.record import FORMAT, Record
 from manyhands.run.result import Result, evaluate, final_loss, lag_of, sha256
 from manyhands.run.spec import RunSpec, make_spec
@@ -43,7 +43,7 @@ def train(
     per_worker: bool = False,
     data: str | Path | None = None,
     out: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     checkpoint_every: int | None = None,
     resume: str | Path | None = None,
     spares: int | None = None,
@@ -74,7 +74,7 @@ def train(
         per_worker: every worker takes `steps` mini-batches, however fast it is.
         data: the folder or file that a built-in task reads, if it reads any.
         out: a folder for the record and the checkpoints.
-        progress: called for every line of the record, for example to show a progress bar.
+        progress: True shows the bar that `manyhands train` shows; or an object that gets every line of the record.
         checkpoint_every: steps between two checkpoints; the last one is made at the end.
         resume: the checkpoint to continue from: its folder, a folder of checkpoints, or the `out` of a run.
         spares: short form, real processes only: workers that join when one is lost, or at SIGUSR1.
@@ -97,7 +97,18 @@ def train(
         resume=resume,
         evaluate_every=evaluate_every,
     )
-    return run_spec(spec, progress, adapters)
+    return run_spec(spec, shown(progress, spec), adapters)
+
+
+def shown(progress: Progress | bool | None, spec: RunSpec) -> Progress | None:
+    """What shows the progress of a run; `True` stands for a bar, or for lines where output is no terminal."""
+    if progress is True:
+        return choose(f"{recipe_of(spec.strategy).name} on {spec.task.name}")
+    if not progress:
+        return None
+    fits = all(callable(getattr(progress, name, None)) for name in ("start", "step", "stop"))
+    refuse_unless(fits, "progress", progress, "True, False or an object with start, step and stop")
+    return progress
 
 
 def run_spec(spec: RunSpec, progress: Progress | None = None, adapters: Sequence[str] = ()) -> Result:

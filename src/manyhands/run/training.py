@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from manyhands.core.barrier import barrier
 from manyhands.core.broadcast import broadcast_answer, broadcast_model, broadcast_start, release_model
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.fields import Fields, OwnTask
+from manyhands.core.fields import Fields, OwnTask, StepLoss
+from manyhands.core.flat import is_watched
 from manyhands.core.loop_position import LoopPosition
 from manyhands.core.loop_worker import LoopWorker
 from manyhands.core.model_check import refuse_unlike
@@ -33,8 +35,12 @@ from manyhands.core.rule import Rule
 from manyhands.core.strategy import Strategy
 from manyhands.core.worker import Worker
 from manyhands.rules.chain import with_step
-from manyhands.rules.optimizer import recreate
+from manyhands.run.live_optimizers import LiveOptimizers
 from manyhands.run.loop_resume import Resume
+from manyhands.run.manual_changes import ManualChanges
+from manyhands.run.sample_weights import SampleWeights
+
+log = logging.getLogger("manyhands")
 
 
 @runtime_checkable
@@ -54,25 +60,28 @@ class Training:
         model: nn.Module,
         loss: Callable[..., Tensor] | None,
         strategy: Strategy,
-        optimizer: torch.optim.Optimizer | Rule | None,
+        optimizer: LiveOptimizers | Rule | None,
         seed: int,
         worker: type[Worker] = Worker,
     ) -> None:
-        if any(p._post_accumulate_grad_hooks for p in model.parameters()):
-            raise Refused("the model has gradient hooks, but must have none: a model can be joined only once at a time")
+        if any(is_watched(p) for p in model.parameters()):
+            raise Refused("the model is being trained by other hands, but a model can be joined only once at a time")
         self.strategy = copy.deepcopy(strategy)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = recreate(optimizer, dict(model.named_parameters()))
-        if optimizer is not None:
-            self.strategy = _with_rule(self.strategy, optimizer)
-        task, rule = OwnTask(model, loss), rule_of(self.strategy)
-        self.worker = worker(transport, task, model, seed=seed, steps=0, batch_size=1, rule=rule)
+        self.live = optimizer if isinstance(optimizer, LiveOptimizers) else None
+        rule = optimizer.rule if isinstance(optimizer, LiveOptimizers) else optimizer
+        if rule is not None:
+            self.strategy = _with_rule(self.strategy, rule)
+        self.task = OwnTask(model, loss)
+        rule = rule_of(self.strategy)
+        self.worker = worker(transport, self.task, model, seed=seed, steps=0, batch_size=1, rule=rule)
         self.run = RankRun(self.worker, self.strategy)
         self.position = LoopPosition(self.worker, self.strategy.traits)
         self.has_begun = self.shows_answer = self._is_united = False
         self.resume: Resume | None = None
         self.between_steps: Callable[[], None] = lambda: None
         """Called when a step is about to begin."""
+        self.gradients_from = "hands.step computes the gradients itself: for a loop with its own backward() use prepare"
+        """Why there may be no gradient before the first step."""
         self.replicas = self.strategy.replicas(len(self.worker.workers))
         """How many copies of the model the workers hold together."""
         self._divides = self.replicas < len(self.worker.workers)
@@ -88,7 +97,7 @@ class Training:
                 self._announce(steps)
             return
         self.unite(batch_size)
-        w.steps, w.data_size = w.step + steps, data_size
+        w.steps, w.data_size = w.step + steps if self.strategy.traits.plans_ahead else 0, data_size
         self.has_begun = True
         broadcast_start(w, "" if self.resume is None else self.resume.name)
         programs = self.strategy.programs()
@@ -99,6 +108,10 @@ class Training:
                 self.run.begin(None if self.resume is None else self.resume.snapshot)
             barrier(w)  # a worker that is set up may send, so all must be
             self.position.watch()
+            self.sample_weights = SampleWeights(w, self.strategy.traits)
+            self.changes = ManualChanges(w, self.strategy.traits)
+            for remark in self.strategy.remarks(w.steps) if w.rank == w.lead else ():
+                log.warning("%s", remark)
 
     def unite(self, batch_size: int | None = None) -> None:
         """Let all ranks, at the first call, have the lead's model; they may then load a checkpoint before `begin`."""
@@ -108,6 +121,7 @@ class Training:
             w.batch_size = batch_size
         if not self._is_united:
             self._is_united = True
+            _refuse_gradients(w.model, self.gradients_from)
             refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
             broadcast_model(w)
 
@@ -117,10 +131,11 @@ class Training:
         self.strategy.quiesce(w)
         w.steps = w.step + steps
         self.strategy.resume(w)
+        self.changes.note()
 
     @torch.no_grad()
-    def step(self, batch: Fields) -> float | None:
-        """Consume one mini-batch; the newest known loss."""
+    def step(self, batch: Fields) -> StepLoss | None:
+        """Consume one mini-batch; the newest known loss. The script's own random numbers are not touched."""
         w = self.worker
         if self.streams and w.step >= w.steps:
             raise Refused(
@@ -134,7 +149,18 @@ class Training:
         self.refuse_within_answer("step")
         self.between_steps()
         self.position.at_step()
-        return self.run.step(batch)
+        self.changes.refuse()
+        w.flat.scale = self.sample_weights.scale(batch.samples)
+        self.read_options()
+        with own_random_numbers():
+            loss = self.run.step(batch)
+        self.changes.note()
+        return None if loss is None else StepLoss(loss, self.task.take_outputs())
+
+    def read_options(self) -> None:
+        """Use the options of the user's optimizer as they are now."""
+        if self.live is not None:
+            self.worker.options = self.live.read()
 
     def refuse_within_answer(self, name: str) -> None:
         """Refuse a training step while the model holds the answer."""
@@ -150,8 +176,8 @@ class Training:
         """Refuse what all workers do between two steps while this one is within a step."""
         if self.is_within_step:
             raise Refused(
-                f"{name} was called between a forward pass in training mode and optimizer.step(), but must be called "
-                "between two steps: after optimizer.step(), or with the model in eval mode"
+                f"{name} was called between a forward pass and optimizer.step(), but must be called between two steps: "
+                "after optimizer.step(), and validate under torch.no_grad()"
             )
 
     def end(self) -> bool:
@@ -162,6 +188,7 @@ class Training:
         answer = None
         if w.transport.role == "worker":
             self.position.at_end()
+            self.sample_weights.end()
             outcome = self.run.end()
             if outcome.weights is not None and outcome.buffers is not None:
                 answer = {**outcome.weights, **outcome.buffers}
@@ -188,6 +215,23 @@ class Training:
         refuse_unless(self.strategy.traits.servers or not servers, "servers", servers, "0: this method has none")
         fits = hosts == 1 or not self.strategy.traits.one_host
         refuse_unless(fits, "the number of hosts", hosts, "1: the workers of this method share memory")
+
+
+def _refuse_gradients(model: nn.Module, why: str) -> None:
+    """Refuse gradients that would be dropped; those of `zero_grad(set_to_none=False)` are none."""
+    for name, p in model.named_parameters():
+        if p.grad is not None and bool(p.grad.any() if not p.grad.is_sparse else p.grad._nnz()):
+            raise Refused(f"{name} has a gradient before the first step, but {why}, or call model.zero_grad() before")
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Within it torch's generator belongs to the model's passes; after it, it is again where the script left it."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def _with_rule(strategy: Strategy, rule: Rule) -> Strategy:

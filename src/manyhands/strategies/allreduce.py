@@ -43,13 +43,24 @@ class AllReduce(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", equal_replicas=True)
+        return Traits(
+            lockstep=True,
+            on_worker_loss="ends",
+            averages_gradients=True,
+            equal_replicas=True,
+            keeps_changes=self._needs_replica,
+        )
+
+    @property
+    def _needs_replica(self) -> bool:
+        """Whether every worker must have weights of its own, instead of one replica for all workers of a host."""
+        return "replica" in self.rule.needs
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; whether buckets are summed during the backward pass."""
         one_host = on_one_host(w.transport, w.workers)
         self.shared_replica = None
-        shares = one_host and self.collective == "auto" and "replica" not in self.rule.needs
+        shares = one_host and self.collective == "auto" and not self._needs_replica
         if shares and len(w.workers) > 1:
             self.shared_replica = SharedReplica(w, self.rule)
         self.slices = (

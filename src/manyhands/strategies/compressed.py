@@ -127,7 +127,9 @@ class Compressed(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", equal_replicas=True)
+        return Traits(
+            lockstep=True, on_worker_loss="ends", averages_gradients=True, equal_replicas=True, keeps_changes=True
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(self.dense >= 0, "dense", self.dense, ">= 0")

@@ -95,7 +95,9 @@ class Elastic(Strategy):
         """Only asynchronous workers use servers, continue after a loss, and can be joined."""
         free = self.asynchronous
         loss: Literal["ends", "continues"] = "continues" if free else "ends"
-        return Traits(lockstep=not free, on_worker_loss=loss, servers=free, joiners=free, bounded=not free)
+        return Traits(
+            lockstep=not free, on_worker_loss=loss, servers=free, joiners=free, bounded=not free, keeps_changes=True
+        )
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """Every server needs a part of the centre; only asynchronous workers use servers."""

@@ -59,7 +59,7 @@ class GrowingBatch(Strategy):
     @property
     def traits(self) -> Traits:
         grows = "it decides itself how many mini-batches make a step"
-        return Traits(lockstep=True, on_worker_loss="ends", needs_step=grows)
+        return Traits(lockstep=True, on_worker_loss="ends", plans_ahead=True, needs_step=grows)
 
     def __post_init__(self) -> None:
         refuse_unless(self.factor >= 1, "factor", self.factor, ">= 1")

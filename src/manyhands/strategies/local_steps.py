@@ -65,7 +65,7 @@ class LocalSteps(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", draws_from_all=self.draws_from_all)
+        return Traits(lockstep=True, on_worker_loss="ends", draws_from_all=self.draws_from_all, keeps_changes=True)
 
     def __post_init__(self) -> None:
         refuse_unless(self.warmup >= 0, "warmup", self.warmup, ">= 0")

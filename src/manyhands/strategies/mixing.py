@@ -59,7 +59,7 @@ class Mixing(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="continues")
+        return Traits(lockstep=True, on_worker_loss="continues", keeps_changes=True)
 
     def __post_init__(self) -> None:
         refuse_unless(self.mix in ("beside", "after"), "mix", repr(self.mix), "'beside' or 'after'")

@@ -4,7 +4,8 @@ split  layers      when  by the schedule        who  the neighbouring stages
 what   activations forward, errors backward     how   any Rule, on the stage's own weights
 
     F(m)  receive the activation of m (stage 0: the data), compute, send it to the next stage (last stage: the loss)
-    B(m)  receive the error of m (last stage: from the loss), back-propagate, send it to the previous stage
+    B(m)  receive the error of m (last stage: from the loss), back-propagate, send it to the previous stage,
+          with the loss of m, so that every stage knows it
     then  flushing: update once per mini-batch with the mean over its M micro-batches
           streaming: update after every B(m); mini-batches of successive steps are in flight together
 
@@ -55,7 +56,8 @@ class Pipeline(Strategy):
     @property
     def traits(self) -> Traits:
         divided = "a worker has only a stage of the model, and no whole loss or gradient"
-        return Traits(lockstep=True, on_worker_loss="ends", streams=self.micro_batches is None, needs_step=divided)
+        streams = self.micro_batches is None
+        return Traits(lockstep=True, on_worker_loss="ends", streams=streams, plans_ahead=streams, needs_step=divided)
 
     def __post_init__(self) -> None:
         chunks = 1 if self.micro_batches is None else self.micro_batches
@@ -88,7 +90,7 @@ class Pipeline(Strategy):
         self.borrowed: dict[int, Message] = {}
         self.losses: dict[int, Tensor] = {}
         self.loss: float | None = None
-        w.flat.open()
+        w.flat.open(by_hooks=False)
 
     def _load_row(self, w: Worker) -> None:
         """Make the stage's row of the schedule; streaming: for all mini-batches that are left."""
@@ -150,11 +152,12 @@ class Pipeline(Strategy):
         else:
             message = recv(w.transport, self.error.of(m), frm=w.workers[self.stage_index + 1])
             error = self.stage.backward(m, message.tensors[0])
+            self.losses[m] = torch.tensor(message.meta[0], dtype=message.tensors[0].dtype)
             message.release()
         if self.stage_index:
             assert error is not None
             self.borrowed.pop(m).release()
-            w.transport.send(w.workers[self.stage_index - 1], self.error.of(m), (), [error])
+            w.transport.send(w.workers[self.stage_index - 1], self.error.of(m), (float(self.losses[m]),), [error])
 
     def _update(self, w: Worker, micro_batches: int) -> None:
         """Apply the gradient accumulated in the backward passes since the last update."""
@@ -164,10 +167,9 @@ class Pipeline(Strategy):
                 group.grad, UpdateContext(weight_slice.weights, samples=w.step * w.batch_size), group.untouched()
             )
         self.stash.updated()
-        w.flat.open()
-        if self.stage_index == self.last:
-            losses = [self.losses.pop(m) for m in sorted(self.losses)[:micro_batches]]
-            self.loss = float(torch.stack(losses).mean())
+        w.flat.open(by_hooks=False)
+        losses = [self.losses.pop(m) for m in sorted(self.losses)[:micro_batches]]
+        self.loss = float(torch.stack(losses).mean())
 
     def finish(self, w: Worker) -> None:
         """Drain: the run may end before all announced mini-batches."""

@@ -130,6 +130,7 @@ class Server(Strategy):
             draws_from_all=self.draws_from_all,
             peekable=direct,
             may_end_early=True,
+            averages_gradients=not self.when.tolerates_loss,
         )
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import PeerLost, Refused
-from manyhands.runtime.launch.rank_main import PR_SET_PDEATHSIG, TOP_LEVEL
+from manyhands.runtime.launch.program import pickled
+from manyhands.runtime.launch.rank_main import PR_SET_PDEATHSIG
 from manyhands.runtime.launch.rank_output import RankOutput
 from manyhands.runtime.launch.rank_processes import Context, RankProcesses
 from manyhands.runtime.membership.error_codec import exit_code, unpack
@@ -85,7 +85,7 @@ def launch(
         checks_lending=checks_lending,
         spares=spares,
     )
-    with closing(RankProcesses(specs, _pickled(program), context)) as processes:
+    with closing(RankProcesses(specs, pickled(program), context)) as processes:
 
         def replace(lost: int) -> None:
             if specs[0].roles[lost] == "worker":
@@ -101,13 +101,6 @@ def launch(
     for rank in watcher.endings.keys() - excused:
         raise PeerLost(rank, f"it left, but its result is missing: {watcher.endings[rank]}")
     return Launched([results.get(rank) for rank in range(len(specs))], watcher.lost)
-
-
-def _pickled(program: object) -> bytes:
-    try:
-        return pickle.dumps(program)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise Refused(f"the program cannot be pickled for other processes ({error}): {TOP_LEVEL}") from None
 
 
 def run_script(

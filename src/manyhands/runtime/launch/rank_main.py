@@ -14,13 +14,13 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import Refused
+from manyhands.runtime.launch.program import TOP_LEVEL
 from manyhands.runtime.membership.error_codec import OURS, exit_code
 from manyhands.runtime.rank_spec import RankSpec
 
 if TYPE_CHECKING:
     from manyhands.core.port import Transport
 
-TOP_LEVEL = 'a task\'s functions must be at the top of a module, or named as "module:function"'
 PR_SET_PDEATHSIG = 1
 
 

@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from manyhands.runtime.launch import rank_main
+from manyhands.runtime.launch.program import without_imaginary_main
 from manyhands.runtime.membership.watcher import Watcher
 from manyhands.runtime.rank_spec import RankSpec
 
@@ -56,7 +57,7 @@ class RankProcesses:
 
     def _start(self, spec: RankSpec, watcher: Watcher) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        with theirs:
+        with theirs, without_imaginary_main():
             process = self._context.Process(target=rank_main.main, args=(spec, self._program, theirs))
             process.start()
         self._processes.append(process)

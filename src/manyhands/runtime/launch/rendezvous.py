@@ -64,7 +64,8 @@ def rank_spec_without_launcher(servers: int = 0, session: int = 0) -> RankSpec |
     servers = _number("MANYHANDS_SERVERS", servers)
     refuse_unless(servers == 0, "servers", servers, "0 in a job of one process: start more with manyhands run")
     if session == 0:
-        script = Path(sys.argv[0]).name if sys.argv[0].endswith(".py") else "script.py"
+        path = getattr(sys.modules["__main__"], "__file__", None) or "script.py"  # a notebook has no file
+        script = Path(path).name if path.endswith(".py") else "script.py"
         more = f"`manyhands run -n 4 {script}` starts four"
         print(f"manyhands: no launcher, so this is a job of one worker; {more}", file=sys.stderr, flush=True)
     spec = replace(rank_specs({"worker": 1})[0], session=session)

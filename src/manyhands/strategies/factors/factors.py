@@ -78,7 +78,7 @@ class Factors(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends")
+        return Traits(lockstep=True, on_worker_loss="ends", averages_gradients=True, keeps_changes=True)
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; layers that may have factors, and their hooks; the choice."""

@@ -48,7 +48,9 @@ class SharedMemory(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=False, on_worker_loss="continues", one_host=True, joiners=True, bounded=False)
+        return Traits(
+            lockstep=False, on_worker_loss="continues", one_host=True, joiners=True, bounded=False, keeps_changes=True
+        )
 
     def setup(self, w: Worker) -> None:
         """The shared weights, used in place or copied; the rule's state; the model, if it writes its own steps."""

@@ -1,4 +1,4 @@
-"""The progress of a comparison, on stderr: a table on a terminal, a line for each run when piped.
+"""The progress of a comparison: a table on a terminal or in a notebook, a line for each run when piped.
 
 method    run            loss     accuracy   samples/s    bytes     lag    waiting   time to target
 bsp       3 of 3 done    0.0211   0.9722     32.1 k       18.1 MB   0      12%       0.61 s
@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from manyhands.report.measures import Target, totals
-from manyhands.report.progress import Progress
+from manyhands.report.progress import Progress, is_notebook
 from manyhands.report.reading import RecordedRun
 from manyhands.report.theme import bytes_text, count_text, number_text, seconds_text, share_text
 
@@ -141,19 +141,15 @@ class LiveTable(LiveBoard):
     """A table for a terminal. It is drawn only from `Row.step`, so that no thread runs beside the job."""
 
     def __enter__(self) -> LiveTable:
-        from rich.console import Console
-        from rich.live import Live
-
         self._drawn = 0.0
-        self._live: Live = Live(self._drawing(), console=Console(file=sys.stderr), auto_refresh=False)
-        self._live.start()
+        self._open()
         return self
 
     def draw(self, *, now: bool = False) -> None:
         """Draw the table, if the last drawing is old enough."""
         if now or time.monotonic() - self._drawn >= REDRAW:
             self._drawn = time.monotonic()
-            self._live.update(self._drawing(), refresh=True)
+            self._show()
 
     def done(self, run: RecordedRun) -> None:
         super().done(run)
@@ -161,6 +157,19 @@ class LiveTable(LiveBoard):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.draw(now=True)
+        self._close()
+
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live: Live = Live(self._drawing(), console=Console(file=sys.stderr), auto_refresh=False)
+        self._live.start()
+
+    def _show(self) -> None:
+        self._live.update(self._drawing(), refresh=True)
+
+    def _close(self) -> None:
         self._live.stop()
 
     def _drawing(self) -> Drawing:
@@ -190,5 +199,9 @@ class LiveLines(LiveBoard):
 
 
 def choose(names: Sequence[str], seeds: int, target: Target | None) -> LiveBoard:
-    """A table if stderr is a terminal, else lines."""
+    """A table in a notebook or if stderr is a terminal, else lines."""
+    if is_notebook():
+        from manyhands.report.notebook import NotebookTable
+
+        return NotebookTable(names, seeds, target)
     return (LiveTable if sys.stderr.isatty() else LiveLines)(names, seeds, target)

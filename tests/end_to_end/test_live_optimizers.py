@@ -1,12 +1,13 @@
-"""An optimizer made again: the same class, the same options, or a refusal that names what would be lost."""
+"""The rule that is made of a user's optimizer: the same class, its options as they are, or a refusal."""
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from manyhands.core.errors import Refused
 from manyhands.core.rule import UpdateContext
-from manyhands.rules.optimizer import recreate
+from manyhands.run.live_optimizers import LiveOptimizers
 
 KINDS = [
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -27,6 +28,10 @@ def net():
 
 def named(model):
     return dict(model.named_parameters())
+
+
+def recreate(optimizer, parameters):
+    return LiveOptimizers([optimizer], parameters).rule
 
 
 def refusal(optimizer, model):
@@ -60,21 +65,25 @@ def test_a_rate_that_is_a_tensor_is_a_number():
     assert recreate(torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25)), named(model)).lr == 0.25
 
 
-def test_groups_with_the_same_options_are_one():
-    model = net()
-    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
-    rule = recreate(torch.optim.SGD(groups, lr=0.25, momentum=0.5), named(model))
-    assert (rule.lr, rule.knobs["momentum"]) == (0.25, 0.5)
-
-
-def test_groups_with_different_options_have_a_rule_each():
+def test_every_group_has_a_rule_whose_options_can_change_by_themselves():
     model = net()
     biases, weights = ([layer.bias for layer in model], [layer.weight for layer in model])
-    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases[:1]}, {"params": biases[1:]}]
-    rule = recreate(torch.optim.SGD(groups, lr=0.1), named(model))
-    assert [names for names, _ in rule.groups] == [("0.weight", "1.weight"), ("0.bias", "1.bias")]
-    assert [one.knobs["weight_decay"] for _, one in rule.groups] == [0.1, 0]
-    assert rule.kind("1.bias") == 1
+    optimizer = torch.optim.SGD([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=0.1)
+    live = LiveOptimizers([optimizer], named(model))
+    assert [names for names, _ in live.rule.groups] == [("0.weight", "1.weight"), ("0.bias", "1.bias")]
+    assert [one.knobs["weight_decay"] for _, one in live.rule.groups] == [0.1, 0]
+    optimizer.param_groups[1]["lr"] = 0.5
+    before = live.options.values
+    assert [a == b for a, b in zip(before, live.read(), strict=True)].count(False) == 1
+
+
+def test_an_option_that_is_no_number_cannot_change():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    live = LiveOptimizers([optimizer], named(model))
+    optimizer.param_groups[0]["nesterov"] = True
+    with pytest.raises(Refused, match="nesterov of the optimizer is True now, but must stay False during a run"):
+        live.read()
 
 
 def test_frozen_parameters_may_be_missing_or_there():
@@ -105,19 +114,16 @@ def test_an_optimizer_that_has_stepped_is_refused(kind, options):
     assert refusal(optimizer, model).startswith("the optimizer has already stepped, but must be new")
 
 
-def test_an_optimizer_with_a_scheduler_is_refused():
+@pytest.mark.parametrize("made", [lambda one: StepLR(one, 10), lambda one: OneCycleLR(one, 0.2, total_steps=9)])
+def test_an_optimizer_may_have_a_scheduler(made):
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    assert refusal(optimizer, model).startswith("the optimizer has a scheduler, which would not reach the weights")
-
-
-def test_an_optimizer_with_hooks_is_refused():
-    model = net()
-    for register in ("register_step_pre_hook", "register_step_post_hook"):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        getattr(optimizer, register)(lambda *_: None)
-        assert refusal(optimizer, model).startswith("the optimizer has hooks on its steps, but must have none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = made(optimizer)
+    live = LiveOptimizers([optimizer], named(model))
+    optimizer.step()
+    for _ in range(3):
+        scheduler.step()
+    assert live.read()[0] == scheduler.get_last_lr()[0]
 
 
 def test_an_option_that_is_no_argument_of_the_class_is_refused():
