@@ -1,6 +1,7 @@
 """Broadcast of whole models: all ranks begin with the lead's model, and end with the answer.
 
     begin   lead --- its model ---> all others     each rank of a user's script may have built a different one
+    start   lead --- checkpoint --> all others     which one it has loaded, if any; servers get its weights with it
     end     lead --- the answer --> all others     the initial model again if no worker took a step
 
 If the lead is lost before it has sent, the ranks that wait for it get `PeerLost`; no rank waits for ever.
@@ -13,14 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from manyhands.core.errors import PeerLost
+from manyhands.core.errors import PeerLost, Refused
 from manyhands.core.flat import unwatch
 from manyhands.core.gather import gather
 from manyhands.core.port import Message, Tag, recv
 from manyhands.core.strategy import Weights
 from manyhands.core.worker import Worker
 
-INITIAL_MODEL, FINAL_MODEL = Tag("initial-model"), Tag("final-model")
+INITIAL_MODEL, START, FINAL_MODEL = Tag("initial-model"), Tag("loop-start"), Tag("final-model")
 
 
 def broadcast_model(w: Worker) -> None:
@@ -30,6 +31,23 @@ def broadcast_model(w: Worker) -> None:
         _send(w, INITIAL_MODEL, _copies(w.model))
     else:
         _load(w.model, recv(w.transport, INITIAL_MODEL, frm=lead))
+
+
+def broadcast_start(w: Worker, checkpoint: str) -> None:
+    """Start together: refused if the lead has loaded another checkpoint than this worker; "" is none."""
+    lead, roles = w.lead, w.transport.roles
+    if w.rank == lead:
+        for rank in w.transport.peers():
+            loads = bool(checkpoint) and roles[rank] != "worker"
+            w.transport.send(rank, START, (checkpoint,), _copies(w.model) if loads else ())
+        return
+    message = recv(w.transport, START, frm=lead)
+    (theirs,) = message.meta
+    if message.tensors:
+        _load(w.model, message)
+    elif w.transport.role == "worker" and theirs != checkpoint:
+        here, there = (repr(one) if one else "no checkpoint" for one in (checkpoint, theirs))
+        raise Refused(f"rank {w.rank} has loaded {here}, but rank {lead} {there}: call hands.load on all ranks")
 
 
 def broadcast_answer(w: Worker, lead: int, answer: Weights | None) -> bool:

@@ -115,6 +115,12 @@ class LoopGradients:
         self._averaged.discard(slot)
         self._used.discard(slot)
 
+    def adopt(self) -> None:
+        """Take the gradients that were computed before this object was made for those of the step that has begun."""
+        for slot in self._flat.slots:
+            if self._flat.parameter(slot).grad is not None:
+                self._receive(slot, self._flat.parameter(slot))
+
     def settle(self) -> None:
         """Average all gradients that have arrived, at the first call after a backward pass."""
         if self._average is None or not self._own:

@@ -14,9 +14,9 @@ other ranks.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple, overload
 
@@ -25,21 +25,23 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from manyhands.core.budget import Budget, FixedSteps
+from manyhands.core.budget import Budget
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, StepLoss
 from manyhands.core.port import Transport
 from manyhands.core.record import Line
 from manyhands.core.strategy import Strategy
-from manyhands.run.batches import Collate, Source, granted, rounds, source
 from manyhands.run.live_optimizers import LiveOptimizers
 from manyhands.run.loaders import part_of
 from manyhands.run.loop_record import LoopRecord, line_sender
+from manyhands.run.loop_shares import LoopShares
+from manyhands.run.loop_signals import Stopped
+from manyhands.run.loop_state import GroupOptions, LoopState
 from manyhands.run.methods import chosen_strategy
 from manyhands.run.optimizer_guards import guard_steps, refuse_hooks
 from manyhands.run.prepared import LoopObjects, Prepared
 from manyhands.run.training import Fails, Training
-from manyhands.splits.data import Share, mixed
+from manyhands.splits.data import Share
 
 if TYPE_CHECKING:
     from manyhands.runtime.launch.exit_report import ScriptEnd
@@ -53,7 +55,7 @@ class _Served(SystemExit):
     """Leaves the block on a server rank, or the script if there is no block, once the workers have ended."""
 
 
-class Hands(LoopRecord):
+class Hands(LoopRecord, LoopShares):
     """One rank of a job with the user's own loop; made by `join`.
 
     Args:
@@ -84,12 +86,14 @@ class Hands(LoopRecord):
         self._joined: Training | None = None
         self._guards: list[RemovableHandle] = []
         self._prepared: Prepared | None = None
+        self._loop = LoopState()
         if model is not None:
             model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
             self._joined = Training(transport, model, loss, strategy, self._read_only(optimizer, model), seed)
+            self._watch_steps(self._joined)
         self._budget_for = budget_for or self._budget_of_the_runtime
         self._share: Share | None = None
-        self._shares = self._budgets = 0
+        self._budgets = 0
         self._is_open = self._is_sharing = self._ended = False
         self._led: bool | None = None
         self._observe = observe
@@ -102,6 +106,7 @@ class Hands(LoopRecord):
         refuse_hooks(optimizer)
         live = LiveOptimizers([optimizer], dict(model.named_parameters()))
         self._guards = guard_steps(optimizer)
+        self._loop.objects = {"optimizer": [GroupOptions(optimizer)]}
         return live
 
     @property
@@ -144,6 +149,8 @@ class Hands(LoopRecord):
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> bool:
         self._is_open = False
+        if isinstance(error, Stopped):  # which has ended these hands
+            return False
         if error is not None and not isinstance(error, _Served):
             self._fail(error)
             return False
@@ -172,6 +179,7 @@ class Hands(LoopRecord):
     def _release(self) -> None:
         """Leave the user's model and optimizers as they were."""
         self._ended = True
+        self._stop_listening()
         for guard in self._guards:
             guard.remove()
         if self._prepared is not None:
@@ -209,6 +217,8 @@ class Hands(LoopRecord):
         self._prepared = Prepared(self.transport, given.models, given.optimizers, self._strategy, self._seed)
         self._joined = self._prepared.training
         self._begin_record(self._strategy)
+        self._loop = given.state(self._strategy)
+        self._watch_steps(self._joined)
         dealt = {id(one): self._part_of(one) for one in given.loaders}
         self._prepared.begin(next((one.batch_size or 1 for one in given.loaders), 1))
         if self.role != "worker":
@@ -220,7 +230,7 @@ class Hands(LoopRecord):
         """This worker's part of a loader; the workers of one replica draw the same batches."""
         replicas = self._training.replicas
         replica = self.rank * replicas // self.workers
-        return part_of(loader, self._seed, replica, replicas, self._strategy.traits.lockstep)
+        return self._loop.tracked(part_of(loader, self._seed, replica, replicas, self._strategy.traits.lockstep))
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, backward passes are not the last of their step."""
@@ -229,71 +239,6 @@ class Hands(LoopRecord):
         return self._prepared.accumulate()
 
     # -- a loop of steps --------------------------------------------------------------------------
-
-    def share(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        *,
-        epochs: float | None = None,
-        steps: int | None = None,
-        collate: Collate | None = None,
-    ) -> Iterator[Any]:
-        """This rank's mini-batches: tuples if a sample is a tuple of fields, dicts if it is a dict.
-
-        Workers in lock step get equally many; others draw from one budget, so that fast workers take more. Called
-        again, it continues where it stopped in the data.
-
-        Args:
-            dataset: map-style or iterable, or a DataLoader that shuffles. An iterable must be the same on every rank.
-            batch_size: samples per mini-batch of one worker.
-            epochs: passes over the data by all workers together; 1 by default.
-            steps: updates of size replicas x batch_size, instead of epochs.
-            collate: makes a mini-batch from a list of samples.
-        """
-        self._refuse_outside("share")
-        self._refuse_another()
-        if steps is not None and epochs is not None:
-            raise Refused(f"steps is {steps} and epochs is {epochs}, but only one of them can be given")
-        refuse_unless(steps is None or steps >= 1, "steps", steps, ">= 1")
-        data, epochs = source(dataset, batch_size, collate), 1 if epochs is None else epochs
-        passes = data.passes(epochs) if data.is_stream and steps is None else None
-        if steps is None and not data.is_stream:
-            steps = data.steps(epochs, self._training.replicas)
-        if self._training.streams and steps is None:
-            raise Refused("steps is missing: a pipeline that streams must know which mini-batch is its last")
-        batches = self._batches(data, passes, steps) if self.role == "worker" else iter(())
-        self._training.begin(data.batch_size, steps or 0, None if data.is_stream else len(data.dataset))
-        return self._iterate(batches)
-
-    def _batches(self, data: Source, passes: int | None, steps: int | None) -> Iterator[Any]:
-        replicas = self._training.replicas
-        replica = self.rank * replicas // self.workers
-        if data.is_stream:
-            return islice(rounds(data, replica, replicas, passes), steps)
-        assert steps is not None
-        share = self._share_of(data, replica, replicas)
-        budget = FixedSteps(steps) if self._training.strategy.traits.lockstep else self._budget_for(steps * replicas)
-        return granted(share, budget, self.transport)
-
-    def _share_of(self, data: Source, replica: int, replicas: int) -> Share:
-        """This replica's share: the last one again for the same data set, else a new one in another random order."""
-        last, seed = self._share, self._training.worker.seed
-        if last is not None and last.dataset is data.dataset and last.batch_size == data.batch_size:
-            return last
-        seed = mixed(seed, self._shares) if self._shares else seed
-        self._shares += 1
-        whole = self._training.strategy.traits.draws_from_all
-        self._share = Share(data.dataset, replica, replicas, data.batch_size, seed, data.collate, whole)
-        return self._share
-
-    def _iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self._refuse_another()
-        self._is_sharing = True
-        try:
-            yield from batches
-        finally:
-            self._is_sharing = False
 
     def step(self, *fields: Any, **named: Any) -> StepLoss | None:
         """Train on one mini-batch; the newest known loss: a float with `.outputs`, None if none is known yet.
@@ -312,18 +257,6 @@ class Hands(LoopRecord):
         if not self._is_open:
             raise Refused(f"{name} was called outside the with block of its hands, but must be called within")
 
-    def _refuse_another(self) -> None:
-        if self._is_sharing:
-            raise Refused("another share is still running, but only one can: finish it first, or close() it")
-
-    def _budget_of_the_runtime(self, batches: int) -> Budget:
-        from manyhands.runtime.budget import SharedBudget
-        from manyhands.runtime.transport.transport import RealTransport
-
-        assert isinstance(self.transport, RealTransport)
-        self._budgets += 1
-        return SharedBudget(self.transport, batches, f"budget{self._budgets}")
-
 
 def join(
     model: nn.Module | Sequence[nn.Module] | str | None = None,
@@ -333,6 +266,7 @@ def join(
     optimizer: torch.optim.Optimizer | None = None,
     seed: int | None = None,
     servers: int | None = None,
+    folder: str | Path | None = None,
 ) -> Hands:
     """Become one of the ranks that train `model`, in a process started by `manyhands run`, torchrun or the like.
 
@@ -348,6 +282,7 @@ def join(
         optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
         seed: determines everything random; 0, unless the launcher chooses another one (`manyhands compare --seeds`).
         servers: how many of the processes are servers, if the launcher does not specify it.
+        folder: where the run is saved if it is asked to stop (SIGTERM, SIGUSR1) and never looks at `hands.stopping`.
     """
     from manyhands.runtime.launch.exit_report import report_exit
     from manyhands.runtime.launch.join import connect
@@ -367,6 +302,7 @@ def join(
     except BaseException as error:
         transport.fail(error)
         raise
+    hands._listen_for_stops(transport.control, None if folder is None else Path(folder))
     script.on_error = lambda error: None if hands._ended else hands._fail(error)
     atexit.unregister(_end_of_script)  # for hands that ended before this process joined again
     atexit.register(_end_of_script, hands, script)

@@ -41,8 +41,12 @@ class LoopCollectives:
         """Whether this is the rank that evaluates and saves."""
         raise NotImplementedError
 
+    def _start_prepared(self) -> None:
+        """Begin to train, if the loop was prepared and has not taken a step."""
+
     def _values(self, name: str, value: Value) -> dict[int, Value]:
         """The values of all workers; `name` is the function that was called."""
+        self._start_prepared()
         t = self.transport
         ranks: Sequence[int] = range(len(t.roles))
         if self._joined is not None and self._joined.has_begun:
@@ -97,6 +101,7 @@ class LoopCollectives:
         It is for evaluating and saving; then training continues as if nothing had happened. Several prepared models
         hold it together, and a `ModuleList` of them is returned.
         """
+        self._start_prepared()
         training = self._joined
         if training is None or not training.has_begun:
             raise Refused("answer was called before the first step, but there is none yet: the model is the answer")

@@ -34,6 +34,7 @@ from manyhands.core.rule import Rule
 from manyhands.core.strategy import Strategy
 from manyhands.run.handover import Handover
 from manyhands.run.live_optimizers import LiveOptimizers
+from manyhands.run.loop_state import GroupOptions, LoopState
 from manyhands.run.optimizer_guards import guard_state, refuse_unknown
 from manyhands.run.pass_seeds import PassSeeds
 from manyhands.run.sample_weights import samples_in
@@ -49,20 +50,28 @@ class LoopObjects:
     models: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     loaders: list[DataLoader[Any]]
+    schedulers: list[Any]
+    scalers: list[torch.amp.GradScaler]
 
     @classmethod
     def of(cls, objects: Sequence[Any]) -> LoopObjects:
         """Sort them; refused if one is of another kind, or a model or an optimizer is missing."""
-        kinds = nn.Module, torch.optim.Optimizer, DataLoader, SCHEDULERS
+        kinds = nn.Module, torch.optim.Optimizer, DataLoader, SCHEDULERS, torch.amp.GradScaler
         for one in objects:
             if not isinstance(one, kinds):
                 raise Refused(
                     f"prepare was given a {type(one).__name__}, but takes models, optimizers, loaders and schedulers"
                 )
-        found = cls(*([one for one in objects if isinstance(one, kind)] for kind in kinds[:3]))  # type: ignore[arg-type]
+        found = cls(*([one for one in objects if isinstance(one, kind)] for kind in kinds))  # type: ignore[arg-type]
         refuse_unless(bool(found.models), "the number of models to prepare", 0, ">= 1")
         refuse_unless(bool(found.optimizers), "the number of optimizers to prepare", 0, ">= 1")
         return found
+
+    def state(self, strategy: Strategy) -> LoopState:
+        """What is saved of them; the memory of an optimizer that the strategy steps by is part of its state."""
+        own_step = strategy.traits.equal_replicas
+        optimizers: Sequence[Any] = self.optimizers if own_step else [GroupOptions(one) for one in self.optimizers]
+        return LoopState({"optimizer": optimizers, "scheduler": self.schedulers, "scaler": self.scalers})
 
 
 class Prepared:
@@ -102,16 +111,16 @@ class Prepared:
         self.worker: LoopWorker = self.training.worker
         self._models = models
         self._handles: list[Any] = []
+        self._is_driven = False
+        self._frozen = {name for name, p in named.items() if not p.requires_grad}
         self._passes = PassSeeds(self.worker)
 
     def begin(self, batch_size: int) -> None:
-        """Set up with all other ranks; a server rank serves here until the workers have ended."""
-        self.training.begin(batch_size, 0)
+        """Unite with all other ranks; a server rank serves here until the workers have ended."""
+        self.training.unite(batch_size)
         if self.worker.transport.role != "worker":
+            self.training.begin(batch_size, 0)
             return
-        self.worker.drive(self.training.run.step)
-        average = self._average if self._own_step else None
-        self._gradients = LoopGradients(self.worker.flat, average, begun=lambda: self.worker.in_step)
         for model in self._models:
             self._handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
             self._handles.append(model.register_forward_hook(self._after_forward, always_call=True))
@@ -121,13 +130,28 @@ class Prepared:
             if self._live is not None:
                 self._handles += guard_state(optimizer)
 
+    def start(self) -> None:
+        """Set the strategy up, at the first call: before the first step, so that a checkpoint can be loaded first."""
+        if not self.training.has_begun:
+            for name, p in self._model.named_parameters():
+                if p.requires_grad and name in self._frozen:
+                    raise Refused(f"{name} was frozen when training began, but is to be trained now: join again")
+            self.training.begin(None, 0)
+            self.worker.drive(self.training.run.step)
+            self._is_driven = True
+            average = self._average if self._own_step else None
+            self._gradients = LoopGradients(self.worker.flat, average, begun=lambda: self.worker.in_step)
+
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """A forward pass that is to be trained by; the first one of a step begins it."""
         if torch.is_grad_enabled() and not self.training.shows_answer:
-            if not self._own_step:  # it may wait for other workers before it has a gradient
-                self.training.position.at_step()
-            self._request()
+            with self.worker.waiting_in_forward():
+                self.training.between_steps()
+                self.start()
+                if not self._own_step:  # it may wait for other workers before it has a gradient
+                    self.training.position.at_step()
+                self._request()
             self.worker.samples_in_step += samples_in((args, kwargs)) or 0
             self._passes.begin()
 
@@ -162,6 +186,7 @@ class Prepared:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
             raise Refused("optimizer.step() was given a closure, but must have none: it would compute other gradients")
         self.training.refuse_within_answer("optimizer.step()")
+        self._start_late()
         if self._live is not None:
             self.training.position.at_step()
             self._request()  # from then on the flat gradient may be written
@@ -170,6 +195,15 @@ class Prepared:
         if not self._own_step:
             for slot in self._taken:  # so that torch's own step, which comes next, moves nothing
                 self.worker.flat.parameter(slot).grad = None
+
+    def _start_late(self) -> None:
+        """Start, if no forward pass has done so: gradients that were computed before count for this step."""
+        if not self.training.has_begun:
+            gradients = [(p, p.grad) for p in self._model.parameters()]
+            self.start()
+            for p, gradient in gradients:
+                p.grad = gradient
+            self._gradients.adopt()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._live is not None:
@@ -191,6 +225,7 @@ class Prepared:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes in here are not the last of their step: gradients remain this worker's own."""
+        self.start()
         self._gradients.accumulates = True
         try:
             yield
@@ -208,4 +243,5 @@ class Prepared:
             handle.remove()
         if self._handles:
             self._handles.clear()
-            self.worker.abandon()
+            if self._is_driven:
+                self.worker.abandon()

@@ -14,14 +14,14 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core.barrier import barrier
-from manyhands.core.broadcast import broadcast_answer, broadcast_model, release_model
+from manyhands.core.broadcast import broadcast_answer, broadcast_model, broadcast_start, release_model
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, OwnTask, StepLoss
 from manyhands.core.flat import is_watched
@@ -36,6 +36,7 @@ from manyhands.core.strategy import Strategy
 from manyhands.core.worker import Worker
 from manyhands.rules.chain import with_step
 from manyhands.run.live_optimizers import LiveOptimizers
+from manyhands.run.loop_resume import Resume
 from manyhands.run.manual_changes import ManualChanges
 from manyhands.run.sample_weights import SampleWeights
 
@@ -75,9 +76,12 @@ class Training:
         self.worker = worker(transport, self.task, model, seed=seed, steps=0, batch_size=1, rule=rule)
         self.run = RankRun(self.worker, self.strategy)
         self.position = LoopPosition(self.worker, self.strategy.traits)
-        self.has_begun = self.shows_answer = False
+        self.has_begun = self.shows_answer = self._is_united = False
         self.announced = 0
         """How many steps the first `share` has; 0 if it is unknown."""
+        self.resume: Resume | None = None
+        self.between_steps: Callable[[], None] = lambda: None
+        """Called when a step is about to begin."""
         self.gradients_from = "hands.step computes the gradients itself: for a loop with its own backward() use prepare"
         """Why there may be no gradient before the first step."""
         self.replicas = self.strategy.replicas(len(self.worker.workers))
@@ -94,26 +98,35 @@ class Training:
             if self.streams:
                 self._announce(steps)
             return
-        if batch_size is not None:
-            self._check(batch_size)
-            w.batch_size = batch_size
+        self.unite(batch_size)
         self.announced = steps
-        w.steps, w.data_size = steps if self.strategy.traits.plans_ahead else 0, data_size
-        _refuse_gradients(w.model, self.gradients_from)
+        w.steps, w.data_size = w.step + steps if self.strategy.traits.plans_ahead else 0, data_size
         self.has_begun = True
-        refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
-        broadcast_model(w)
+        broadcast_start(w, "" if self.resume is None else self.resume.name)
         programs = self.strategy.programs()
         if w.transport.role in programs:
             programs[w.transport.role](w)
         else:
-            self.run.begin()
+            with nullcontext() if self.resume is None else self.resume.keeping_random(w):
+                self.run.begin(None if self.resume is None else self.resume.snapshot)
             barrier(w)  # a worker that is set up may send, so all must be
             self.position.watch()
             self.sample_weights = SampleWeights(w, self.strategy.traits)
             self.changes = ManualChanges(w, self.strategy.traits)
             for remark in self.strategy.remarks(w.steps) if w.rank == w.lead else ():
                 log.warning("%s", remark)
+
+    def unite(self, batch_size: int | None = None) -> None:
+        """Let all ranks, at the first call, have the lead's model; they may then load a checkpoint before `begin`."""
+        w = self.worker
+        if batch_size is not None:
+            self._check(batch_size)
+            w.batch_size = batch_size
+        if not self._is_united:
+            self._is_united = True
+            _refuse_gradients(w.model, self.gradients_from)
+            refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
+            broadcast_model(w)
 
     def _announce(self, steps: int) -> None:
         """Drain the pipeline and fill it again, for so many mini-batches more."""
@@ -137,6 +150,7 @@ class Training:
         if batch.samples != w.batch_size:
             self._check(batch.samples)
         self.refuse_within_answer("step")
+        self.between_steps()
         self.position.at_step()
         self.changes.refuse()
         w.samples_in_step = batch.samples
@@ -157,9 +171,14 @@ class Training:
         if self.shows_answer:
             raise Refused(f"{name} was called while the model holds the answer, but trains: call it after that block")
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether a prepared loop is between a forward pass and the step of its optimizer."""
+        return isinstance(self.worker, LoopWorker) and self.worker.in_step
+
     def refuse_within_step(self, name: str) -> None:
         """Refuse what all workers do between two steps while this one is within a step."""
-        if isinstance(self.worker, LoopWorker) and self.worker.in_step:
+        if self.is_within_step:
             raise Refused(
                 f"{name} was called between a forward pass and optimizer.step(), but must be called between two steps: "
                 "after optimizer.step(), and validate under torch.no_grad()"

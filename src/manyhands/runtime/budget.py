@@ -90,11 +90,13 @@ class SharedBudget:
         transport: the transport of this rank.
         total: how many mini-batches all workers take together.
         name: a word and a number, such as budget7, that no other budget of the run has; those of one word share memory.
+        closes: whether it ends when the run is asked to stop; if not, the program decides when to.
     """
 
-    def __init__(self, transport: RealTransport, total: int, name: str) -> None:
+    def __init__(self, transport: RealTransport, total: int, name: str, *, closes: bool = True) -> None:
         self._total = total
         self._name = name
+        self._closes = closes
         self._control = transport.control
         self.stopped = False
         self.arrivals: Sequence[int] = ()
@@ -110,7 +112,7 @@ class SharedBudget:
             return self._ask(transport)
         with self._lock:
             taken, closed = self._cells
-            if taken < self._total and not closed and self._control.finishing:
+            if taken < self._total and not closed and self._closes and self._control.finishing:
                 self._cells[1] = closed = 1
             self.stopped = bool(closed)
             if closed or taken >= self._total:
@@ -119,7 +121,7 @@ class SharedBudget:
             return True
 
     def _ask(self, transport: Transport) -> bool:
-        answer = self._control.grant(self._name, self._total)
+        answer = self._control.grant(self._name, self._total, self._closes)
         if not answer["yes"] and answer["joining"]:
             await_arrivals(transport, lambda: self._control.grant(self._name, self._total)["joining"])
         self.stopped, self.arrivals = answer["closed"], answer["arrivals"]

@@ -23,7 +23,7 @@ from manyhands.runtime.launch.rank_output import RankOutput
 from manyhands.runtime.launch.rank_processes import Context, RankProcesses
 from manyhands.runtime.launch.script_settings import ScriptSettings
 from manyhands.runtime.membership.error_codec import exit_code, unpack
-from manyhands.runtime.membership.watcher import Watcher
+from manyhands.runtime.membership.watcher import STOPPED, Watcher
 from manyhands.runtime.rank_spec import RankSpec, rank_specs, worker_server_roles
 
 if TYPE_CHECKING:
@@ -151,10 +151,12 @@ def run_script(
         output = RankOutput(len(specs), prefix=prefix and several, folder=log_dir, prints=prints)
     processes: list[subprocess.Popen[bytes]] = []
     with closing(output) if output else nullcontext():
-        watcher = Watcher(specs[0], on_lines=None if observer is None else observer.lines)
+        watcher = Watcher(specs[0], on_lines=None if observer is None else observer.lines, own_loop=True)
         command, chosen = [script, *arguments], settings.environment()
         try:
-            _supervise(watcher, lambda: _start(processes, command, specs, watcher, output, chosen), patient=True)
+            with _on_signal(signal.SIGUSR1, lambda *_: watcher.finish_once()):  # as Slurm sends before it stops a job
+                begin = partial(_start, processes, command, specs, watcher, output, chosen)
+                _supervise(watcher, begin, patient=True)
         finally:
             for process in processes:
                 process.wait()
@@ -209,7 +211,8 @@ def _exit_code_of_run(watcher: Watcher) -> int:
     for rank, code in codes.items():
         if code and rank not in lost:
             how = f"exit code {code}" if code > 0 else watcher.endings[rank]
-            log.error("rank %d failed after it had left: %s", rank, how)
+            if not (watcher.finishing and code == STOPPED):
+                log.error("rank %d failed after it had left: %s", rank, how)
             return code if code > 0 else 128 - code
     if lost >= codes.keys():  # no rank has completed the run
         return next((code for code in codes.values() if code > 0), exit_code(PeerLost(0, "")))

@@ -4,13 +4,15 @@ rank -> watcher                                    watcher -> rank
   hello      rank pid address session                addresses  addresses gone  of the present ranks; why others left
   connected                                          begin      at              all ranks are connected; the start time
   memory     name nbytes                             memory     name error      carries the open file descriptor
-  grant      name number                             granted    yes closed joining arrivals
+  grant      name number closes                      granted    yes closed joining arrivals
   enter      name number                             entered    taken over arrivals
   arrived    name
   progress   step, the answer to finish              stop       step            all ranks stop after this many steps
   lines      rows                                    lost       rank why        it is fenced: it can do nothing more
   left       a clean exit                            abort      error           the run is over, and why
   failed     error                                   finish                     stop after the current step, and save
+  finish     this rank was asked to stop
+  stopping   its program knows that it is to stop
 """
 
 from __future__ import annotations

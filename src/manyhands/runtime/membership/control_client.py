@@ -71,9 +71,9 @@ class ControlClient:
         file: int = answer["file"]
         return file
 
-    def grant(self, name: str, number: int) -> Fields:
+    def grant(self, name: str, number: int, closes: bool = True) -> Fields:
         """Ask for one more mini-batch of a budget; also whether it was closed early, and which ranks join it."""
-        self._channel.send("grant", {"name": name, "number": number})
+        self._channel.send("grant", {"name": name, "number": number, "closes": closes})
         return dict(self._wait("granted", None))
 
     def enter(self, name: str, number: int) -> Fields:
@@ -91,6 +91,14 @@ class ControlClient:
             self._freeze, self._stop_at = freeze, stop_at
         if self.finishing:
             self._send_progress()
+
+    def ask_to_finish(self) -> None:
+        """Ask for the stop of all ranks after their current step; a second request changes nothing."""
+        self._channel.send("finish")
+
+    def knows_of_stop(self) -> None:
+        """Report that this rank's program knows of the stop, and may need time to save: it is not ended before."""
+        self._channel.send("stopping")
 
     def check(self) -> None:
         """Raise the error that has ended this run, if there is one."""

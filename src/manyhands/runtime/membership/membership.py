@@ -68,7 +68,7 @@ class Membership:
             case "connected":
                 self._on_connected(rank)
             case "grant":
-                self._grant(rank, fields.get("name", ""), fields["number"])
+                self._grant(rank, fields.get("name", ""), fields["number"], fields.get("closes", True))
             case "enter":
                 self._enter(rank, fields["name"], fields["number"])
             case "arrived":
@@ -154,9 +154,9 @@ class Membership:
         if self._finishing:
             self._send(ranks, "finish", {})
 
-    def _grant(self, rank: int, name: str, number: int) -> None:
+    def _grant(self, rank: int, name: str, number: int, closes: bool) -> None:
         granted = self._granted.get(name, 0)
-        if granted < number and self._finishing:
+        if granted < number and self._finishing and closes:
             self._closed.add(name)
         yes = granted < number and name not in self._closed
         self._granted[name] = granted + yes

@@ -48,7 +48,7 @@ def main() -> None:
     pids: dict[int, int] = dict(facts["pids"])
     try:
         authority, address = _authority(spec, pids, facts["hub"])
-        watcher = Watcher(spec, pids, authority=authority, until_left=True)
+        watcher = Watcher(spec, pids, authority=authority, until_left=True, own_loop=True)
     except (ManyhandsError, OSError) as error:
         print("failed", error)
         return

@@ -8,6 +8,7 @@ one of another host (`multi_host`).
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -33,6 +34,10 @@ HASTE = 0.5
 """The same if the caller is waiting: after an interrupt, an error or a second stop."""
 PATIENCE = 30.0
 """Seconds in which ranks that were asked to stop must do so."""
+LOOP_PATIENCE = 9.0
+"""The same for a user's own loop, unless it has reported that it knows of the stop: then it may save in peace."""
+STOPPED = 128 + signal.SIGTERM
+"""The exit code of a run that was asked to stop."""
 
 
 class Watcher:
@@ -43,6 +48,7 @@ class Watcher:
         ranks: the ranks of this host; all, if not given.
         authority: makes the object that decides; a `Membership`, if not given.
         until_left: stop watching a rank when it has left, whatever its process does then.
+        own_loop: whether the ranks run a user's own loop.
         on_lines: takes the rows of the record that ranks send.
         on_loss: called with every lost rank.
     """
@@ -54,6 +60,7 @@ class Watcher:
         *,
         authority: Callable[[Watcher], Authority] | None = None,
         until_left: bool = False,
+        own_loop: bool = False,
         on_lines: Callable[[Any], None] | None = None,
         on_loss: Callable[[int], None] | None = None,
     ) -> None:
@@ -68,7 +75,9 @@ class Watcher:
         """The session and the rank of a channel; None until its hello."""
         self._watched: set[int] = set()
         self._grace, self._patient, self._all_started = GRACE, False, False
-        self._finishing = False
+        self.finishing = self._is_known = False
+        self._requests = 0
+        self._patience = LOOP_PATIENCE if own_loop else PATIENCE
         self.has_begun = False
         """Whether all ranks were connected, so that they have begun."""
         self._error: Exception | None = None
@@ -98,6 +107,10 @@ class Watcher:
     def finish(self) -> None:
         """Ask all ranks to stop after their step; a second call stops them at once. Signal handlers may call it."""
         self.loop.post(self._finish)
+
+    def finish_once(self) -> None:
+        """Ask all ranks to stop after their step; a further call changes nothing. Signal handlers may call it."""
+        self.loop.post(self._finish_once)
 
     def wait(self) -> None:
         """All ranks have been started: wait until they have ended."""
@@ -169,14 +182,24 @@ class Watcher:
             self.loop.later(self._grace, self._monitor.kill)
 
     def _finish(self) -> None:
-        if self._finishing:
-            self._abort_now({"kind": "error", "text": "the run was asked to stop twice: it stopped at once"})
-            return
-        self._finishing = True
-        for session in self._sessions.values():
-            session.authority.finish()
-        text = f"the run was asked to stop, but has not stopped within {PATIENCE:g} s"
-        self.loop.later(PATIENCE, partial(self._abort_now, {"kind": "error", "text": text}))
+        self._requests += 1
+        if self._requests > 1:
+            text = "the run was asked to stop twice: it stopped at once"
+            self._abort_now({"kind": "error", "text": text, "code": STOPPED})
+        else:
+            self._finish_once()
+
+    def _finish_once(self) -> None:
+        if not self.finishing:
+            self.finishing = True
+            for session in self._sessions.values():
+                session.authority.finish()
+            self.loop.later(self._patience, self._abort_unless_known)
+
+    def _abort_unless_known(self) -> None:
+        if not self._is_known:
+            text = f"the run was asked to stop, but has not stopped within {self._patience:g} s"
+            self._abort_now({"kind": "error", "text": text, "code": STOPPED})
 
     def _abort_now(self, cause: Facts) -> None:
         self._grace = HASTE
@@ -221,6 +244,8 @@ class Watcher:
                 session.authority.on_exit(rank, str(ending), ending.code)
             if self.cause is not None:
                 session.authority.abort(self.cause)
+            elif self.finishing:
+                session.authority.finish()
         return self._sessions[number]
 
     def _membership(self, session: Session, *absent: str) -> Membership:
@@ -260,6 +285,10 @@ class Watcher:
         if kind == "memory":
             file, error = session.memories.ask(self.spec.hosts[rank], fields["name"], fields["nbytes"])
             channel.send("memory", {"name": fields["name"], "error": error}, file=file)
+        elif kind == "finish":
+            self._finish_once()
+        elif kind == "stopping":
+            self._is_known = True
         elif kind == "lines":
             if self._on_lines is not None:
                 self._on_lines(fields["rows"])
