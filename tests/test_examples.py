@@ -107,6 +107,7 @@ def test_plain_loop(tmp_path):
     [("manyhands.cli", "run", "-n", "2"), ("torch.distributed.run", "--nproc-per-node", "2")],
     ids=["manyhands run", "torchrun"],
 )
-def test_own_loop(launcher, tmp_path):
-    done = run("-m", *launcher, EXAMPLES / "own_loop.py", cwd=tmp_path)
+@pytest.mark.parametrize("name", ["own_loop.py", "lightning_or_fabric.py"])
+def test_own_loop(name, launcher, tmp_path):
+    done = run("-m", *launcher, EXAMPLES / name, cwd=tmp_path)
     assert told_apart(done.stdout) > 85, "and the lead alone speaks"
