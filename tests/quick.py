@@ -33,16 +33,26 @@ PARTS = {
     "runtime": ("runtime",),
     "transport": ("contracts/test_transport_contract.py",),
     "virtual": ("virtual",),
-    "run": ("end_to_end/test_own_loop.py", "end_to_end/test_evaluations.py", "end_to_end/test_comparison.py"),
+    "run": ("end_to_end/test_evaluations.py", "end_to_end/test_comparison.py", "end_to_end/test_display.py"),
+    "loops": (
+        "end_to_end/test_own_loop.py",
+        "end_to_end/test_prepared.py",
+        "end_to_end/test_script_lines.py",
+        "end_to_end/test_live_optimizers.py",
+        "end_to_end/test_sample_weights.py",
+        "end_to_end/test_loop_collectives.py",
+        "end_to_end/test_loop_checkpoint.py",
+        "end_to_end/test_loop_records.py",
+    ),
     "tasks": ("tasks",),
     "cli": ("cli",),
     "report": ("report",),
-    "docs": ("test_docs.py", "test_surveys.py"),
-    "examples": ("test_examples.py",),
+    "docs": ("test_docs.py", "test_surveys.py", "real/test_training_loops.py"),
+    "examples": ("test_examples.py", "test_scripts.py"),
 }
-"""What has changed (a folder of the package, or docs) -> test paths below tests/."""
+"""What has changed (a folder of the package, own loops, or docs) -> test paths below tests/."""
 
-LONGER = ("strategies", "transport", "runtime", "run", "cli", "examples")
+LONGER = ("strategies", "transport", "runtime", "loops", "cli", "docs", "examples")
 """Parts whose tests take longer than 30 seconds: they start processes or train whole models."""
 
 
