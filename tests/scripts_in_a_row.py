@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
 import manyhands as mh
+from manyhands.run.loader_position import LoaderPosition
 from manyhands.run.loaders import PartOfBatches
 
 SCRIPTS = Path(__file__).parents[1] / "examples" / "scripts"
@@ -47,10 +48,12 @@ class SameBatches(Sampler):
 
     def __init__(self, dataset, drop_last):
         batches = BatchSampler(RandomSampler(dataset), BATCH, drop_last)
-        self.batches = PartOfBatches(batches, 0, dist.get_rank(), dist.get_world_size(), even=True)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.position = LoaderPosition(ranks, (None, None), ())
+        self.batches = PartOfBatches(batches, 0, rank, ranks, even=True, position=self.position)
 
     def set_epoch(self, epoch):
-        self.batches.passes = epoch
+        self.position.passes = epoch
 
     def __iter__(self):
         return (index for batch in self.batches for index in batch)

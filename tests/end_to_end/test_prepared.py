@@ -413,3 +413,88 @@ def test_a_stream_is_dealt_out_batch_by_batch():
             return ((x,) for x in torch.arange(8))
 
     assert drawn(DataLoader(Stream(), batch_size=2)) == [[[[0, 1], [4, 5]], [[2, 3], [6, 7]]]]
+
+
+# -- the mean gradient in memory that workers of one host share -----------------------------------------
+
+
+ONE = mh.Cluster(workers=2, hosts=1)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_of_one_host_equal_one_process(workers):
+    close(trained(mh.bsp(), cluster=mh.Cluster(workers=workers, hosts=1)), alone(workers=workers))
+
+
+@pytest.mark.parametrize("clip", [clip_grad_norm_, clip_grad_value_])
+def test_clipping_on_one_host_is_of_the_mean_and_once(clip):
+    def between(net, *_):
+        clip(net.parameters(), 0.05)
+
+    close(trained(mh.bsp(), between, cluster=ONE), alone(between))
+
+
+def test_a_mean_is_read_after_the_step_and_on_one_rank_only():
+    """Also a gradient that is set to zero in place, as `zero_grad(set_to_none=False)` does."""
+    norms, expected = {}, {}
+
+    def loop(hands, net, optimizer):
+        hands.prepare(net, optimizer)
+        for step in range(3):
+            x, y = batch(hands.rank, step)
+            mse_loss(net(x), y).backward()
+            optimizer.step()
+            if hands.rank == 1:
+                norms[step] = net[0].weight.grad.norm().item()
+            optimizer.zero_grad()
+
+    alone(lambda net, _, step: expected.update({step: net[0].weight.grad.norm().item()}), steps=3)
+    close(joined(mh.bsp(), loop, cluster=ONE), alone(steps=3))
+    assert norms == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("cluster", [ONE, None], ids=["one host", "two hosts"])
+def test_gradients_of_another_optimizer_stay_the_mean_until_it_steps(cluster):
+    """One backward pass, two optimizers, another backward pass between their steps."""
+
+    def steps(net, x, y, part, optimizers):
+        (mse_loss(net(x), y) * part).backward()
+        yield optimizers[0]
+        optimizers[0].zero_grad()
+        for p in net[4:].parameters():
+            p.requires_grad_(False)
+        (mse_loss(net(x), y) * part).backward()
+        for p in net[4:].parameters():
+            p.requires_grad_(True)
+        yield optimizers[1]
+        for one in optimizers:
+            one.zero_grad()
+
+    def pair(net):
+        return sgd(net[:4], momentum=0.0), sgd(net[4:], lr=0.02, momentum=0.0)
+
+    def loop(hands, net, _):
+        net, *optimizers = hands.prepare(net, *pair(net))
+        for step in range(4):
+            for optimizer in steps(net, *batch(hands.rank, step), 1.0, optimizers):
+                optimizer.step()
+
+    reference = fresh()
+    optimizers = pair(reference)
+    for step in range(4):
+        passes = [steps(reference, *batch(rank, step), 0.5, [NoStep(one) for one in optimizers]) for rank in range(2)]
+        for optimizer, _ in zip(optimizers, zip(*passes, strict=True), strict=False):
+            optimizer.step()
+            for p in reference.parameters() if optimizer is optimizers[1] else reference[:4].parameters():
+                p.grad = None
+    close(joined(mh.bsp(), loop, cluster=cluster), reference)
+
+
+class NoStep:
+    """An optimizer whose gradients are cleared by the reference itself."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def zero_grad(self):
+        pass

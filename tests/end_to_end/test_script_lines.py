@@ -475,6 +475,83 @@ def test_every_group_can_be_clipped_by_itself(name):
     assert (nets[0][0].weight - fresh()[0].weight).abs().max() <= STEPS * 0.05 * 1e-4 * 1.01
 
 
+def scaled(name, infinite_at=None, clips=True, **options):
+    """Train with a gradient scaler; in one step the loss of one worker is infinite."""
+    taken = {}
+
+    def loop(hands, net, optimizer):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        hands.prepare(net, optimizer, scaler)
+        for step in range(STEPS):
+            x, y = batch(hands.rank, step)
+            loss = mse_loss(net(x), y)
+            scaler.scale(loss * float("inf") if (hands.rank, step) == (1, infinite_at) else loss).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        taken[hands.rank] = hands._joined.worker.step
+
+    nets = joined(METHODS[name](), loop, optimizer=lambda net: sgd(net, **options))
+    return nets, taken
+
+
+def test_a_gradient_scaler_changes_nothing_but_the_range_of_numbers():
+    def clip(net, *_):
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+
+    close(scaled("bsp")[0], alone(clip))
+
+
+def test_a_scaler_skips_a_step_on_all_workers_where_gradients_are_averaged_and_on_one_where_not():
+    nets, taken = scaled("bsp", infinite_at=3, clips=False)
+    assert taken == {0: STEPS, 1: STEPS}
+    close(nets[:1], nets[1], 0)
+    _, taken = scaled("ssp", infinite_at=3, clips=False)
+    assert taken == {0: STEPS, 1: STEPS - 1}
+
+
+@pytest.mark.parametrize("name", ["bmuf", "d_psgd", "easgd"])
+def test_a_scaler_is_refused_where_all_workers_take_equally_many_steps_by_their_own_gradients(name):
+    with pytest.raises(Refused, match=r"given a GradScaler.*use autocast with bfloat16"):
+        scaled(name)
+
+
+def test_a_fused_optimizer_that_unscales_itself_is_refused_where_the_method_steps():
+    with pytest.raises(Refused, match=r"fused optimizer.*scaler\.unscale_\(\) before"):
+        scaled("ssp", clips=False, fused=True)
+
+
+def test_the_answer_may_be_looked_at_between_accumulated_passes_where_replicas_are_equal():
+    """As after an epoch whose last mini-batches do not make a step."""
+
+    def loop(hands, net, optimizer):
+        hands.prepare(net, optimizer)
+        for step in range(STEPS):
+            x, y = batch(hands.rank, step)
+            (mse_loss(net(x), y) / 2).backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(hands.evaluate(lambda one: mse_loss(one(X), Y).item()))
+
+    seen = []
+    left_alone = joined(mh.bsp(), lambda *args: loop(*args))
+    assert len(set(seen)) == STEPS // 2 + 1
+    reference = fresh()
+    optimizer = sgd(reference)
+    for step in range(STEPS):
+        for rank in range(2):
+            x, y = batch(rank, step)
+            (mse_loss(reference(x), y) / 4).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    close(left_alone, reference)
+
+
 def test_layers_are_unfrozen_in_a_later_phase_by_joining_again():
     """A second phase is another run of the same model, as real scripts join again."""
     nets = [fresh() for _ in range(2)]

@@ -142,6 +142,8 @@ class Flat:
         self.scale = 1.0
         """Every gradient is multiplied by it: other than 1 if the mini-batches of the workers are unequal."""
         self._receives = False
+        self.means: list[Tensor] | None = None
+        """By parameter id, the mean gradient of all workers, if a method leaves it in other memory; only to be read."""
         self._this_backward: set[str] = set()
         if not self.is_meta:
             for slot in self.slots:
@@ -254,6 +256,11 @@ class Flat:
                     self.gradient_of(slot).zero_()
                     group = self.groups[slot.span.group]
                     group.touch_counts[slot.param_id - group.slots[0].param_id] = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the gradients of all parameters have arrived in this step."""
+        return self._complete
 
     def untouched(self) -> frozenset[int]:
         """The ids of the parameters that this step did not touch."""

@@ -70,6 +70,10 @@ class LoopGradients:
         """Those that an optimizer has stepped by, until a new gradient replaces them."""
         self.accumulates = False
         """Whether further backward passes of the same step are to come."""
+        self._aside: dict[ParamSlot, Tensor] = {}
+        """Averaged gradients for a later step of another optimizer, while the flat gradient has new ones."""
+        self._is_behind = False
+        """Whether the mean is in other memory (`flat.means`), and not in the gradient's own yet."""
         self._views = [self._view(slot) for slot in flat.slots]
         flat.receive = self._receive
 
@@ -82,8 +86,22 @@ class LoopGradients:
         return pending
 
     def _settle_on_use(self) -> None:
-        if not (self.accumulates or inside_backward()):
+        if self._is_behind:
+            self._catch_up()
+        elif not (self.accumulates or inside_backward()):
             self.settle()
+            if self._is_behind:
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Copy the mean into the gradient's own memory: the user may change it there."""
+        assert self._flat.means is not None
+        self._is_behind = False
+        with torch.no_grad():
+            for slot in self._averaged | self._used:
+                p = self._flat.parameter(slot)
+                if p.grad is self._views[slot.param_id]:
+                    p.grad = self._flat.gradient_of(slot).copy_(self._flat.means[slot.param_id])
 
     def _receive(self, slot: ParamSlot, p: Tensor) -> None:
         """Inside a backward pass: show the gradient as a view of the flat one."""
@@ -95,7 +113,7 @@ class LoopGradients:
                 f"{slot.name} has got a gradient, but there was no forward pass of the prepared model: call the model "
                 "itself, as model(x), not a part of it and not model.forward(x); prepare a model that is compiled"
             )
-        adds = p.grad is view or p.grad is plain
+        adds = p.grad is view or p.grad is plain or p.grad is self._aside.get(slot)
         if adds and slot in self._used:
             raise ManyhandsError(
                 f"the gradient of {slot.name} was not cleared after optimizer.step(): call optimizer.zero_grad()"
@@ -105,6 +123,8 @@ class LoopGradients:
                 f"the gradient of {slot.name} was used, which averages it over all workers, before another backward "
                 "pass of the same step: put all but the last backward pass into `with hands.accumulate():`"
             )
+        if self._is_behind:
+            self._catch_up()
         if not adds:
             if p.grad.is_sparse:
                 plain.zero_().add_(p.grad)
@@ -127,16 +147,26 @@ class LoopGradients:
             return
         for slot in self._own:
             self._keep_replaced(slot)
+        self._set_averaged_aside()
         self._flat.mark(sorted(self._own, key=lambda slot: slot.param_id))
         self._flat.close()
         self._averaged |= self._own
         self._own.clear()
         self._average()
+        self._is_behind = self._flat.means is not None
         untouched = self._flat.untouched()
         for slot in self._flat.slots:
             if slot.param_id not in untouched:
-                self._flat.parameter(slot).grad = self._flat.gradient_of(slot)
+                found = self._views[slot.param_id] if self._is_behind else self._flat.gradient_of(slot)
+                self._flat.parameter(slot).grad = found
                 self._averaged.add(slot)
+
+    def _set_averaged_aside(self) -> None:
+        """Move means that were not used yet out of the flat gradient, which is about to be averaged again."""
+        for slot in self._averaged - self._own:
+            p = self._flat.parameter(slot)
+            if p.grad is not None and (p.grad is self._views[slot.param_id] or p.grad is self._flat.gradient_of(slot)):
+                p.grad = self._aside[slot] = p.grad.clone()
 
     def take(self, params: Collection[Tensor]) -> list[ParamSlot]:
         """The parameters of an optimizer that have a gradient, which is complete and in place now."""
@@ -153,6 +183,8 @@ class LoopGradients:
                 )
             else:
                 self._keep_replaced(slot)
+                if self._is_behind and self._flat.means is not None and p.grad is self._views[slot.param_id]:
+                    p.grad = self._flat.means[slot.param_id]  # an optimizer only reads it
                 found.append(slot)
         return found
 
@@ -172,5 +204,11 @@ class LoopGradients:
     def used(self, slots: Iterable[ParamSlot]) -> None:
         """An optimizer has stepped by these gradients."""
         self._used.update(slots)
+        for slot in slots:
+            self._aside.pop(slot, None)
         self._own.difference_update(slots)
         self._averaged.difference_update(slots)
+        for slot in self._used if self._is_behind else ():
+            p = self._flat.parameter(slot)
+            if self._flat.means is not None and p.grad is self._flat.means[slot.param_id]:
+                p.grad = self._views[slot.param_id]

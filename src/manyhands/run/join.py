@@ -213,6 +213,7 @@ class Hands(LoopRecord, LoopShares):
         given = LoopObjects.of(objects)
         if self._joined is not None:
             raise Refused("these hands have a model already, but prepare needs hands without one: join(strategy=...)")
+        given.refuse_scalers(self._strategy)
         self._is_open = True
         self._prepared = Prepared(self.transport, given.models, given.optimizers, self._strategy, self._seed)
         self._joined = self._prepared.training

@@ -105,7 +105,8 @@ class LoopCollectives:
         training = self._joined
         if training is None or not training.has_begun:
             raise Refused("answer was called before the first step, but there is none yet: the model is the answer")
-        training.refuse_within_step("answer")
+        if not training.strategy.traits.equal_replicas:  # else nothing is in flight before the gradient is complete
+            training.refuse_within_step("answer")
         training.position.at_call("answer")
         training.shows_answer = True
         try:

@@ -60,12 +60,23 @@ class LoopObjects:
         for one in objects:
             if not isinstance(one, kinds):
                 raise Refused(
-                    f"prepare was given a {type(one).__name__}, but takes models, optimizers, loaders and schedulers"
+                    f"prepare was given a {type(one).__name__}, but takes models, optimizers, loaders, schedulers and "
+                    "gradient scalers"
                 )
         found = cls(*([one for one in objects if isinstance(one, kind)] for kind in kinds))  # type: ignore[arg-type]
         refuse_unless(bool(found.models), "the number of models to prepare", 0, ">= 1")
         refuse_unless(bool(found.optimizers), "the number of optimizers to prepare", 0, ">= 1")
         return found
+
+    def refuse_scalers(self, strategy: Strategy) -> None:
+        """Refuse a scaler, which skips the steps of one worker alone, where all must take equally many."""
+        traits = strategy.traits
+        if self.scalers and traits.lockstep and not traits.averages_gradients:
+            raise Refused(
+                f"prepare was given a GradScaler, but a {type(strategy).__name__} needs equally many steps of all "
+                "workers, and a scaler skips those of one whose gradient is infinite: use autocast with bfloat16 "
+                "without a scaler, or a method that averages gradients, such as bsp"
+            )
 
     def state(self, strategy: Strategy) -> LoopState:
         """What is saved of them; the memory of an optimizer that the strategy steps by is part of its state."""
@@ -186,6 +197,10 @@ class Prepared:
         if any(one is not None for one in (*args[1:], *kwargs.values())):
             raise Refused("optimizer.step() was given a closure, but must have none: it would compute other gradients")
         self.training.refuse_within_answer("optimizer.step()")
+        if self._live is not None and getattr(optimizer, "grad_scale", None) is not None:
+            raise Refused(
+                "a fused optimizer was to unscale its gradients, but the method steps: scaler.unscale_() before"
+            )
         self._start_late()
         if self._live is not None:
             self.training.position.at_step()

@@ -9,7 +9,8 @@ what   raw         how   any Rule, the same on every worker
 Between hosts the gradient is summed in buckets while the backward pass is still running, the last layers first. A
 separate activity does that, because code inside a backward pass must not block.
 Inside one host copying bytes takes the processor's time, so there the workers share one replica, and each of them
-updates its own slice of it (collectives/shared_replica.py).
+updates its own slice of it (collectives/shared_replica.py), unless an optimizer of a user's own updates each worker's
+weights: then they share the mean gradient (collectives/shared_mean.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.collectives import collective
+from manyhands.collectives.shared_mean import SharedMean
 from manyhands.collectives.shared_replica import SharedReplica
 from manyhands.core.declared_state import RuleState, Scope, StateParts
 from manyhands.core.flat import Span
@@ -60,9 +62,12 @@ class AllReduce(Strategy):
         """The weights with their rule; the collective; whether buckets are summed during the backward pass."""
         one_host = on_one_host(w.transport, w.workers)
         self.shared_replica = None
-        shares = one_host and self.collective == "auto" and not self._needs_replica
-        if shares and len(w.workers) > 1:
+        self.shared_mean = None
+        shares = one_host and self.collective == "auto" and len(w.workers) > 1
+        if shares and not self._needs_replica:
             self.shared_replica = SharedReplica(w, self.rule)
+        elif shares:
+            self.shared_mean = SharedMean(w)
         self.slices = (
             replica_slices(w.ops, w.flat, self.rule) if self.shared_replica is None else self.shared_replica.slices
         )
@@ -77,6 +82,10 @@ class AllReduce(Strategy):
         if self.shared_replica is not None:
             loss = w.gradient(batch)
             self.shared_replica.step()
+            return loss
+        if self.shared_mean is not None:
+            loss = w.gradient(batch)
+            self.shared_mean.step()
             return loss
         if self.overlaps:
             loss = self._step_with_overlap(w, batch)
