@@ -513,7 +513,7 @@ def test_a_scaler_skips_a_step_on_all_workers_where_gradients_are_averaged_and_o
     assert taken == {0: STEPS, 1: STEPS - 1}
 
 
-@pytest.mark.parametrize("name", ["bmuf", "d_psgd", "easgd"])
+@pytest.mark.parametrize("name", ["bmuf", "d_psgd", "easgd", "hybrid"])
 def test_a_scaler_is_refused_where_all_workers_take_equally_many_steps_by_their_own_gradients(name):
     with pytest.raises(Refused, match=r"given a GradScaler.*use autocast with bfloat16"):
         scaled(name)

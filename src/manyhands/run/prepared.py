@@ -71,11 +71,11 @@ class LoopObjects:
     def refuse_scalers(self, strategy: Strategy) -> None:
         """Refuse a scaler, which skips the steps of one worker alone, where all must take equally many."""
         traits = strategy.traits
-        if self.scalers and traits.lockstep and not traits.averages_gradients:
+        if self.scalers and traits.lockstep and not (traits.equal_replicas or traits.may_end_early):
             raise Refused(
                 f"prepare was given a GradScaler, but a {type(strategy).__name__} needs equally many steps of all "
                 "workers, and a scaler skips those of one whose gradient is infinite: use autocast with bfloat16 "
-                "without a scaler, or a method that averages gradients, such as bsp"
+                "without a scaler, or a method whose replicas are equal, such as bsp"
             )
 
     def state(self, strategy: Strategy) -> LoopState:
