@@ -7,6 +7,9 @@
 For a method that averages gradients, p.grad must be the mean over all workers as soon as the user looks at it, as in
 DDP. It is a `PendingGradient` until then: the first operation on any of them averages all. Inside a backward pass and
 inside `accumulate` it is the worker's own.
+
+Some methods leave the mean in memory that all workers read (`flat.means`). An optimizer reads it there; it is copied
+into the gradient's own memory when the user's code looks at it, because that may change it.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Prepared:
         self._live = None if self._own_step else LiveOptimizers(optimizers, named)
         how: Rule | LiveOptimizers = self._live or Handover()
         self.training = Training(transport, self._model, None, strategy, how, seed, LoopWorker)
-        self.training.gradients_from = "prepare begins with the first mini-batch"
+        self.training.gradients_from = "it would be dropped: take its step before prepare"
         assert isinstance(self.training.worker, LoopWorker)
         self.worker: LoopWorker = self.training.worker
         self._models = models
