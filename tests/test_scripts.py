@@ -110,10 +110,8 @@ def test_the_weights_equal_those_of_ddp_after_every_step_to_the_last_bit(launche
 def test_the_scripts_of_accelerate_train_too(tmp_path):
     """The lines that are counted above are those of a script that works."""
     for script in small("accelerate_"):
-        command = ("-m", *TORCHRUN, SCRIPTS / f"{script[0]}.py", *script[1:], "--out", tmp_path / "model.pt")
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=alone())
-        assert done.returncode == 0, done.stderr
-        assert len(done.stdout.splitlines()) == int(script[2]), "one line for each epoch, by one rank"
+        ((lead, other),) = in_a_row(tmp_path, TORCHRUN, [script])
+        assert len(lead["lines"]) == int(script[2]) and not other["lines"], "one line for each epoch, by one rank"
 
 
 # -- types -------------------------------------------------------------------------------------------
