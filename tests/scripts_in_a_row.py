@@ -40,7 +40,7 @@ METHODS = {
 }
 BATCH = 32
 """Samples per mini-batch of one worker."""
-JOIN = mh.join
+JOIN, DESTROY = mh.join, dist.destroy_process_group
 
 
 class SameBatches(Sampler):
@@ -115,7 +115,8 @@ def main(folder, *jobs):
         lines = run(*script, "--out", f"{folder}/{number}.pt")
         found = json.dumps({"digests": digests, "lines": lines})
         Path(folder, f"{number}-{os.environ.get('RANK', 0)}.json").write_text(found)
-    if scripts[0][0].startswith(("ddp_", "accelerate_")):
+    if dist.is_initialized():
+        DESTROY()
         os._exit(0)  # gloo sometimes aborts while the interpreter exits; all is written by now
 
 

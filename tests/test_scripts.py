@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean, stdev
+from subprocess import PIPE
 
 import pytest
 
@@ -40,15 +42,32 @@ def alone():
     return {name: value for name, value in os.environ.items() if name != "MANYHANDS_DATA"} | {"OMP_NUM_THREADS": "1"}
 
 
-def in_a_row(folder, launcher, scripts):
+def in_a_row(folder, launcher, scripts, seconds=80):
     """Run scripts on the ranks of one launcher; what each has written down, by rank."""
     command = [sys.executable, "-m", *launcher, Path(__file__).with_name("scripts_in_a_row.py"), folder]
-    done = subprocess.run([*command, *map(json.dumps, scripts)], capture_output=True, text=True, env=alone())
+    done = ran([*command, *map(json.dumps, scripts)], seconds)
+    if scripts[0][0].startswith(PEERS) and done is None:  # gloo can abort or hang on a busy machine
+        done = ran([*command, *map(json.dumps, scripts)], seconds)
+    assert done is not None
     assert done.returncode == 0, done.stderr
     return [
         [json.loads(path.read_text()) for path in sorted(folder.glob(f"{number}-*.json"))]
         for number in range(len(scripts))
     ]
+
+
+def ran(command, seconds):
+    """The completed process; None if it did not end in time, or was aborted."""
+    with subprocess.Popen(
+        [*map(str, command)], stdout=PIPE, stderr=PIPE, text=True, env=alone(), start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return None
+    aborted = process.returncode and "terminate called" in err
+    return None if aborted else subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def small(prefix=""):
@@ -107,6 +126,7 @@ def test_the_weights_equal_those_of_ddp_after_every_step_to_the_last_bit(launche
         assert [first] * 3 == [second, *theirs], name
 
 
+@pytest.mark.soak
 def test_the_scripts_of_accelerate_train_too(tmp_path):
     """The lines that are counted above are those of a script that works."""
     for script in small("accelerate_"):
@@ -161,13 +181,14 @@ def test_other_methods_are_as_good_as_one_process_within_the_noise_of_seeds(name
     for folder in folders:
         folder.mkdir()
     words = ("--batch-size", str(2 * BATCH))
-    plain = in_a_row(folders[0], ALONE, [[f"plain_{name}", *LONG[name], *words, *seed] for seed in seeds])
+    plain = in_a_row(folders[0], ALONE, [[f"plain_{name}", *LONG[name], *words, *seed] for seed in seeds], 900)
     known = [sign * result(ranks) for ranks in plain]
     print(f"{name}, one process: {known}")
     noise = max(stdev(known), 0.01 * abs(mean(known)))
     for method, folder in zip(METHODS, folders[1:], strict=True):
         words = ("--batch-size", str(BATCH))
-        found = in_a_row(folder, MANYHANDS, [[name, "--method", method, *LONG[name], *words, *seed] for seed in seeds])
+        jobs = [[name, "--method", method, *LONG[name], *words, *seed] for seed in seeds]
+        found = in_a_row(folder, MANYHANDS, jobs, 900)
         values = [sign * result(ranks) for ranks in found]
         print(f"{name}, {method}: {values}")
         assert mean(values) > mean(known) - 3 * noise, f"{method}: {values}, one process: {known}"
