@@ -323,3 +323,21 @@ def test_a_step_that_also_copies_has_the_bits_of_a_step_and_a_copy(start, numel,
     assert torch.equal(w, expected)
     assert torch.equal(memory[start : start + numel], expected)
     assert not memory[:start].any() and not memory[start + numel :].any()
+
+
+@pytest.mark.usefixtures("with_or_without_kernels")
+@pytest.mark.parametrize("start", range(5))
+@pytest.mark.parametrize("numel", [0, 1, 3, 16, 17, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_mean_has_the_bits_of_a_sum_in_order_that_is_divided(start, numel, dtype, count):
+    torch.manual_seed(numel)
+    gs = [torch.randn(numel + 4, dtype=dtype)[k % 3 :][:numel] for k in range(count)]
+    memory = torch.zeros(numel + 16, dtype=dtype)
+    expected = gs[0].clone()
+    for g in gs[1:]:
+        expected += g
+    expected /= count
+    vector_ops.mean(gs, memory[start : start + numel])
+    assert torch.equal(memory[start : start + numel], expected)
+    assert not memory[:start].any() and not memory[start + numel :].any()

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from manyhands.collectives.choose import collective
+from manyhands.core import vector_ops
 from manyhands.core.port import even_spans
-from manyhands.core.weight_slice import BLOCK_BYTES
 from manyhands.core.worker import Worker
 
 
@@ -44,7 +44,7 @@ class SharedMean:
         for number, (mean, span) in enumerate(zip(self._means, self._spans, strict=True)):
             gradients = [memory[number][: mean.numel()][span] for memory in self._gradients]
             if self._w.ops.computes(mean[span], passes=len(gradients)):
-                _average(gradients, mean[span])
+                vector_ops.mean(gradients, mean[span])
         self._barrier()
         for group, counts in zip(self._w.flat.groups, touch_counts, strict=False):
             group.touch_counts.copy_(counts)
@@ -56,14 +56,3 @@ class SharedMean:
             for number, group in enumerate(self._w.flat.groups)
         ]
 
-
-def _average(gradients: list[Tensor], mean: Tensor) -> None:
-    """The mean in the order of ranks, block by block: a block stays in the cache until it is divided."""
-    size = BLOCK_BYTES // mean.element_size()
-    for start in range(0, mean.numel(), size):
-        first, *others = (g[start : start + size] for g in gradients)
-        total = mean[start : start + size]
-        for g in others:
-            torch.add(first, g, out=total)
-            first = total
-        total.div_(len(gradients))

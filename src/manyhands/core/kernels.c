@@ -50,3 +50,27 @@ void manyhands_step_into(float *w, const float *g, float *out, float scale, int6
 #endif
     for (; i < n; i++) out[i] = w[i] += scale * g[i];
 }
+
+static float mean_at(const float *const *gs, int64_t count, int64_t i) {
+    float sum = gs[0][i];
+    for (int64_t k = 1; k < count; k++) sum += gs[k][i];
+    return sum / (float)count;
+}
+
+/* out <- (g_0 + g_1 + ...) / count, past the caches. Every sum is rounded, in this order, and then divided. */
+void manyhands_mean(float *out, const float *const *gs, int64_t count, int64_t n) {
+    int64_t i = 0;
+#if defined(__SSE2__)
+    const __m128 counts = _mm_set1_ps((float)count);
+    for (; i < n && ((uintptr_t)(out + i) & 15); i++) out[i] = mean_at(gs, count, i);
+    for (; i + 16 <= n; i += 16) {
+        __m128 sums[4];
+        for (int j = 0; j < 4; j++) sums[j] = _mm_loadu_ps(gs[0] + i + 4 * j);
+        for (int64_t k = 1; k < count; k++)
+            for (int j = 0; j < 4; j++) sums[j] = _mm_add_ps(sums[j], _mm_loadu_ps(gs[k] + i + 4 * j));
+        for (int j = 0; j < 4; j++) _mm_stream_ps(out + i + 4 * j, _mm_div_ps(sums[j], counts));
+    }
+    _mm_sfence();
+#endif
+    for (; i < n; i++) out[i] = mean_at(gs, count, i);
+}

@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 from manyhands.core.errors import ManyhandsError, Refused
+from manyhands.runtime.launch.allocator import keep_freed_memory
 from manyhands.runtime.membership.auth_listener import AuthListener
 from manyhands.runtime.membership.secret import Stranger, introduce
 from manyhands.runtime.membership.session import REJOIN
@@ -33,6 +34,7 @@ def connect(spec: RankSpec | None = None, servers: int | None = None) -> RealTra
     """
     if spec is None:
         return _connect_again(servers)
+    keep_freed_memory()
     transport = RealTransport(spec)
     atexit.register(transport.close)
     try:
