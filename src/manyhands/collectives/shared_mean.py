@@ -55,4 +55,3 @@ class SharedMean:
             torch.stack([memory[number][group.weights.numel() :] for memory in self._gradients]).sum(0)
             for number, group in enumerate(self._w.flat.groups)
         ]
-
