@@ -334,8 +334,9 @@ BROKEN = {
 def test_a_write_into_a_lent_tensor_ends_the_run(world, write, cut):
     with pytest.raises(ChangedInFlight) as caught:
         world.run(2, by_rank(partial(lend, write, cut), borrow))
-    assert caught.value.rank == 0
-    assert str(caught.value) == "rank 0 changed a tensor sent as a[5] before its receiver released it"
+    assert caught.value.rank == world.first
+    tag = f"a{world.suffix}[5]"
+    assert str(caught.value) == f"rank {world.first} changed a tensor sent as {tag} before its receiver released it"
 
 
 @pytest.mark.parametrize("cut", [middle, middle_detached])
@@ -657,6 +658,45 @@ def test_what_a_rank_sent_before_it_died_is_delivered_then_its_loss_is_raised(wo
     assert got == (1, [(2,), (1,)], [1, 1], [])
 
 
+def end_as_lost(t):
+    t.send(0, A, (1,))
+    recv(t, GO, frm=0)
+    t.fail_as_lost("it has no more work")
+
+
+def read_and_look(t):
+    got = recv(t, A, frm=1).meta
+    t.send(1, GO)
+    with pytest.raises(PeerLost) as caught:
+        recv(t, A, frm=1)
+    return got, caught.value.rank, caught.value.job_rank, str(caught.value), list(t.peers())
+
+
+@on_one_host_and_between
+def test_a_rank_can_end_as_if_it_were_lost(world, hosts):
+    got, lost = world.run(2, by_rank(read_and_look, end_as_lost), hosts=hosts)
+    named = world.first + 1
+    assert got == ((1,), 1, named, f"rank {named} is lost: it has no more work", [])
+    assert lost is None
+
+
+def end_as_lost_beside(t):
+    """An activity ends the whole rank, whatever its main program waits for."""
+    t.spawn(lambda: t.fail_as_lost("an activity ended it"), daemon=True)
+    recv(t, NEVER, frm=0)
+
+
+def test_an_activity_can_end_its_rank_as_lost(world):
+    got, lost = world.run(2, by_rank(partial(lost_of, 1), end_as_lost_beside))
+    assert (got, lost) == ((1, "an activity ended it"), None)
+
+
+def lost_of(rank, t):
+    with pytest.raises(PeerLost) as caught:
+        recv(t, A, frm=rank)
+    return caught.value.rank, caught.value.why
+
+
 def die_in_turn(t):
     """Rank 2 dies once it has learned of the death of rank 1."""
     if t.rank == 2:
@@ -883,7 +923,7 @@ def release_slowly(t):
 def test_a_hook_may_send_but_never_wait(world):
     (told, end), taken = world.run(2, by_rank(send_from_hooks, release_slowly))
     assert len(told) == 3
-    assert all(text is not None and "0" in text for text in told), told
+    assert all(text is not None and str(world.first) in text for text in told), told
     assert end == ("end",)
     assert taken == ([(1,), (2,)], None)
 

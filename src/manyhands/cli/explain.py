@@ -53,6 +53,7 @@ LABELS = {
     "keeps_changes": "a change of the weights by the script is in force",
     "plans_ahead": "must know the number of steps",
     "needs_step": "in a loop with its own backward and optimizer step",
+    "needs_whole_model": "over teams of ranks",
     "streams": "mini-batches of several steps are in flight",
 }
 """What the traits of a strategy are called here."""

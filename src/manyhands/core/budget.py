@@ -18,9 +18,10 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from manyhands.core.port import Tag, Transport
+from manyhands.core.port import Tag, Transport, recv
 
 NOTHING = Tag("nothing", carries="nothing")
+TEAM_GRANT = Tag("team-grant", carries="nothing", credit=64)
 PAUSE = 1e-3
 """Seconds between two checks for workers that join."""
 
@@ -74,6 +75,33 @@ class FixedSteps:
         taken = self._taken.get(transport.rank, 0)
         self._taken[transport.rank] = taken + 1
         return taken < self._steps
+
+
+class TeamBudget:
+    """A budget from which the first member of a team draws for all of them.
+
+    Args:
+        budget: what is left for all teams.
+        members: the ranks of this team.
+    """
+
+    def __init__(self, budget: Budget, members: Transport) -> None:
+        self._budget = budget
+        self._members = members
+        self.stopped = False
+        self.arrivals: Sequence[int] = ()
+
+    def grant(self, transport: Transport) -> bool:
+        """Whether the team may take one more mini-batch."""
+        members = self._members
+        if members.rank == 0:
+            granted, stopped = self._budget.grant(transport), self._budget.stopped
+            for other in range(1, members.size):
+                members.send(other, TEAM_GRANT, (granted, stopped))
+        else:
+            granted, stopped = recv(members, TEAM_GRANT, frm=0).meta
+        self.stopped = self._budget.stopped = stopped
+        return bool(granted)
 
 
 class Segment(NamedTuple):

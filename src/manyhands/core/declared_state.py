@@ -197,7 +197,7 @@ def _gathered(w: Worker, parts: StateParts, *, of_all: bool) -> list[StateSlice]
     if of_all:
         need_all(w, gathered)
     return [
-        StateSlice(path if _scope(parts, path) == "divided" else f"worker{rank}/{path}", start, values)
+        StateSlice(path if _scope(parts, path) == "divided" else f"worker{w.replica_of(rank)}/{path}", start, values)
         for rank, (meta, tensors) in gathered.items()
         for (path, start), values in zip(meta, tensors, strict=True)
     ]
@@ -237,5 +237,5 @@ def _selected(w: Worker, scope: Scope, workers: Sequence[Saved]) -> Sequence[Sav
     if scope == "all":
         return workers
     if scope == "own":
-        return [one for one in workers[w.rank : w.rank + 1] if one]
-    return [one for one in workers[w.rank :: len(w.workers)] if one]
+        return [one for one in workers[w.replica : w.replica + 1] if one]
+    return [one for one in workers[w.replica :: len(w.workers) // w.team_size] if one]

@@ -15,12 +15,20 @@ class Refused(ManyhandsError, ValueError):
 
 
 class PeerLost(ManyhandsError):
-    """A rank died, was stopped or was cut off; `why` says which, or "left" after a clean exit."""
+    """A rank died, was stopped or was cut off; `why` says which, or "left" after a clean exit.
 
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(f"rank {rank} is lost: {why}")
+    Within a subgroup `rank` is counted in the group; `job_rank` and the message always name the rank of the job.
+    """
+
+    def __init__(self, rank: int, why: str, job_rank: int | None = None) -> None:
         self.rank = rank
         self.why = why
+        self.job_rank = rank if job_rank is None else job_rank
+        super().__init__(f"rank {self.job_rank} is lost: {why}")
+
+    def of_job(self) -> PeerLost:
+        """The same loss, with the rank of the job."""
+        return self if self.rank == self.job_rank else PeerLost(self.job_rank, self.why)
 
 
 class ChangedInFlight(ManyhandsError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -205,6 +205,9 @@ class Transport(Protocol):
 
     def leave(self) -> None:
         """A clean exit, once this rank's own activities have ended: from now on it is neither alive nor lost."""
+
+    def fail_as_lost(self, why: str) -> NoReturn:
+        """End this rank here as if it had died: the others see its loss, with this reason."""
 
     def now(self) -> float:
         """Seconds since the job began."""

@@ -40,6 +40,7 @@ from manyhands.core.snapshot import load_snapshot, reseed, take_snapshot
 from manyhands.core.state import Snapshot
 from manyhands.core.strategy import Batch, Strategy, Weights
 from manyhands.core.task import Task
+from manyhands.core.team import release_untrained, team_size
 from manyhands.core.worker import Layouts, Worker
 
 GATHERS_PER_SEGMENT = 16
@@ -224,6 +225,7 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
         batch_size=job.batch_size,
         data_size=len(job.task.data),
         rule=rule_of(strategy),
+        team_size=team_size(strategy, transport),
         layouts=job.layouts if job.task.sizes_only else None,
     )
     if job.resume is not None:
@@ -243,6 +245,8 @@ def _work(job: Job, strategy: Strategy, w: Worker) -> Outcome:
         return Outcome(0.0)
     run = RankRun(w, strategy, job.observe)
     run.begin(job.resume, joins=joins)
+    release_untrained(w)
+    segments = [segment._replace(budget=strategy.share_budget(segment.budget)) for segment in segments]
     if joins:
         _joinable(segments[0]).arrived(w.transport)
     unsaved = _train(job, run, segments)

@@ -25,7 +25,7 @@ def take_snapshot(
     """
     positions = {rank: meta[0] for rank, (meta, _) in gathered.items()}
     for rank, ((_, _, *names), tensors) in gathered.items():
-        state |= under(f"worker{rank}/{BUFFER}", dict(zip(names, tensors, strict=True)))
+        state |= under(f"worker{w.replica_of(rank)}/{BUFFER}", dict(zip(names, tensors, strict=True)))
     if step is None:
         steps = [meta[1] for meta, _ in gathered.values()]
         step = max(steps) if strategy.traits.lockstep else sum(steps) // len(w.workers)
@@ -55,4 +55,4 @@ def _refuse_misfit(model: Weights, saved: Weights) -> None:
 
 def reseed(w: Worker) -> None:
     """Make a worker's random draws depend on its step, not on the draws before it."""
-    w.random.seed(f"{w.seed}/{w.rank}/{w.step}")
+    w.random.seed(f"{w.seed}/{w.replica}/{w.step}")

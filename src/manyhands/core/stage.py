@@ -34,7 +34,6 @@ class Stage:
     ) -> Tensor:
         """Run micro-batch `m`; its graph is kept until `backward(m)`. The output, or the loss if one is given."""
         x = x.detach().requires_grad_() if x.is_floating_point() else x
-        self._w.seed_torch(self._w.rank, self._w.step, m)
         with self._w.timer.computing():
             with torch.enable_grad():
                 out = self._run(x, weights)

@@ -207,8 +207,8 @@ def refuse_lost(saved: Saved) -> None:
 
 
 def own(w: Worker, saved: Saved) -> Saved:
-    """What was saved by the worker of this rank; empty for a new worker."""
-    return section(saved, f"worker{w.rank}")
+    """What was saved by the worker or team of this rank; empty for a new one."""
+    return section(saved, f"worker{w.replica}")
 
 
 def workers_in(saved: Saved) -> list[Saved]:

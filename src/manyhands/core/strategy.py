@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from manyhands.core.rule import Rule
 
 if TYPE_CHECKING:
+    from manyhands.core.budget import Budget
     from manyhands.core.declared_state import StateParts
     from manyhands.core.worker import Worker
 
@@ -55,6 +56,8 @@ class Traits:
     """Whether it must know how many steps the run has."""
     needs_step: str = ""
     """Why a user's loop that calls `backward` itself cannot supply its gradients; empty if it can."""
+    needs_whole_model: str = ""
+    """Why the parts of a model cannot be trained separately, each by this method; empty if they can."""
     streams: bool = False
     """Whether mini-batches of successive steps are in flight together, so that the last one must be announced."""
 
@@ -121,6 +124,10 @@ class Strategy(ABC):
         """The program of a server rank (traits.servers)."""
         raise NotImplementedError
 
+    def share_budget(self, budget: Budget) -> Budget:
+        """What this rank draws mini-batches from: ranks that compute one gradient together draw together."""
+        return budget
+
     def join_running(self, w: Worker) -> None:
         """Continue from where the others are: only the joining worker, after `setup` (traits.joiners)."""
         raise NotImplementedError
@@ -147,7 +154,7 @@ class Strategy(ABC):
 
 OPTIONAL = frozenset(
     {
-        *("check", "remarks", "replicas", "notes", "finish", "programs", "serve", "join_running"),
+        *("check", "remarks", "replicas", "notes", "finish", "programs", "serve", "share_budget", "join_running"),
         *("quiesce", "resume", "peek", "declared_state", "restored"),
     }
 )

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from heapq import merge
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,9 @@ from manyhands.core.step_timer import StepTimer
 from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
 from manyhands.core.vector_ops import vector_ops
+
+if TYPE_CHECKING:
+    from manyhands.core.team import Team
 
 FORWARD_SHARE = 1 / 3
 """Of the work of a training step: the backward pass takes twice as long as the forward pass."""
@@ -49,6 +53,7 @@ class Worker:
         batch_size: samples per mini-batch.
         data_size: samples in the whole data set; None if unknown.
         rule: the update rule; the flat model keeps the parameter groups that it treats differently apart.
+        team_size: how many consecutive ranks hold one replica of the model together.
         layouts: a cache that workers of one process share if they have the same model of sizes only.
     """
 
@@ -63,6 +68,7 @@ class Worker:
         batch_size: int,
         data_size: int | None = None,
         rule: Rule | None = None,
+        team_size: int = 1,
         layouts: Layouts | None = None,
     ) -> None:
         refuse_uninitialised(model)
@@ -76,6 +82,9 @@ class Worker:
         self.rule = rule
         self._layouts: Layouts = {} if layouts is None else layouts
         self.rank = transport.rank
+        self.team_size = team_size
+        self.team: Team | None = None
+        """Computes the gradient together with other ranks; None: this rank computes it alone."""
         ranks = transport.roles.count("worker")
         self.worker_ranks: Sequence[int] = range(ranks)
         """All worker ranks, including those that may join later."""
@@ -96,7 +105,15 @@ class Worker:
         self.timer = StepTimer(transport)
         self.ops = vector_ops(transport)
         """Operations on vectors like the weights, whose time is charged if it is simulated."""
-        self.random = random.Random(f"{seed}/{self.rank}")
+        self.random = random.Random(f"{seed}/{self.replica}")
+
+    @property
+    def replica(self) -> int:
+        """The number of the replica of the model that this rank holds, alone or as a part of it."""
+        return self.replica_of(self.rank)
+
+    def replica_of(self, rank: int) -> int:
+        return rank // self.team_size
 
     @cached_property
     def flat(self) -> Flat:
@@ -153,6 +170,11 @@ class Worker:
 
         Randomness (dropout) depends on this rank and step, or on `origin`: another rank, step and key.
         """
+        if self.team is not None:
+            loss = self.team.gradient(self, batch, origin or (self.rank, self.step, 0))
+            for bucket in self.flat.buckets() if fired is not None else ():
+                fired(bucket)  # type: ignore[misc]
+            return loss
         self.seed_torch(*(origin or (self.rank, self.step)))
         live = fired if not self.transport.is_simulated else None
         with self.timer.computing():
@@ -209,7 +231,7 @@ class Worker:
             self.flat.put(slots[name], gradient)
         return value
 
-    def seed_torch(self, rank: int, step: int, key: int = 0) -> None:
+    def seed_torch(self, rank: int, step: int, key: Hashable = 0) -> None:
         """Make dropout and the like depend on (seed, rank, step) only: the same in both worlds and after a resume."""
         torch.default_generator.manual_seed(hash((self.seed, rank, step, key)) % 2**63)
 
@@ -247,8 +269,13 @@ class Worker:
         return like if like.is_meta else self.transport.slot(like.numel(), like.dtype).view(like.shape)
 
     def named(self, weights: Sequence[Tensor] | None = None) -> dict[str, Tensor]:
-        """Copies of all parameters by name; those in `flat` are read from `weights` (one tensor per group) if given."""
+        """Copies of the parameters of what this rank trains, by name, the frozen ones too.
+
+        Those in `flat` are read from `weights` (one tensor per group) if given.
+        """
         trained: Mapping[str, Tensor] = self.flat.named()
         if weights is not None:
             trained = {p.name: weights[p.span.group][p.span.start : p.span.stop].view(p.shape) for p in self.flat.slots}
-        return {name: trained.get(name, p).detach().clone() for name, p in self.model.named_parameters()}
+        own = {id(p) for p in self.trained.parameters()}
+        named = {name: p for name, p in self.model.named_parameters() if id(p) in own}
+        return {name: trained.get(name, p).detach().clone() for name, p in named.items()}

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -292,6 +292,11 @@ class VirtualTransport:
                 activity.join()
         self.flush()
         self._world.leave(self.rank)
+
+    def fail_as_lost(self, why: str) -> NoReturn:
+        self._kernel.at(self._kernel.now, lambda _: self._world.lose(self.rank, why))
+        self._kernel.wait("its end")
+        raise AssertionError("a lost rank continues")
 
     def now(self) -> float:
         return self._kernel.now

@@ -11,6 +11,7 @@ rank -> watcher                                    watcher -> rank
   lines      rows                                    lost       rank why        it is fenced: it can do nothing more
   left       a clean exit                            abort      error           the run is over, and why
   failed     error                                   finish                     stop after the current step, and save
+  lost       why: it ends as if it had died
   finish     this rank was asked to stop
   stopping   its program knows that it is to stop
 """

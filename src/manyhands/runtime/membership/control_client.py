@@ -114,6 +114,11 @@ class ControlClient:
         self._ended = True
         self._channel.send("left")
 
+    def lost(self, why: str) -> None:
+        """Report that this rank ends as if it had died; the others may continue without it."""
+        self._ended = True
+        self._channel.send("lost", {"why": why})
+
     def failed(self, error: BaseException) -> None:
         """Report that `error` ends this rank, and thereby the run."""
         self._ended = True

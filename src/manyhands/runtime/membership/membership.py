@@ -79,6 +79,8 @@ class Membership:
             case "left":
                 self._ended[rank] = "left"
                 self._send_stop()
+            case "lost":
+                self._lose(rank, fields["why"])
             case "failed":
                 self._ended[rank] = "it failed"
                 self.abort(fields["error"])

@@ -295,6 +295,8 @@ class Watcher:
         else:
             if kind == "left":
                 session.leave(rank)
+            elif kind == "lost":  # nothing of it may arrive after the others know
+                self._monitor.kill({rank})
             session.authority.on_message(rank, kind, fields)
 
     def _on_hello(self, channel: ControlChannel, kind: str, fields: Fields) -> None:

@@ -3,12 +3,15 @@ that ranks of one host exchange."""
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -298,6 +301,15 @@ class RealTransport:
         self.flush()
         self.control.left()
         self._stop(Ended())
+
+    def fail_as_lost(self, why: str) -> NoReturn:
+        """The watcher tells the others; then the process ends at once, as if it had been killed."""
+        with self._ending:
+            self._has_failed = True
+            self.control.lost(why)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def close(self) -> None:
         """End all threads: one that still runs while the interpreter shuts down would crash the process."""

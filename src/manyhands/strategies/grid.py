@@ -1,0 +1,239 @@
+"""Grid: any data-parallel method over teams of ranks, each of which holds one replica of the model.
+
+                part 0      part 1            rows: a team computes one gradient (core/team.py)
+     team 0     rank 0      rank 1            columns: for its part of the model, the method as always,
+     team 1     rank 2      rank 3                     among as many workers as there are teams
+     servers    rank 4      rank 4            a server has a shard of every part
+
+A method only uses `w.gradient`, `w.flat`, `w.workers` and `w.transport`. Here it gets a worker whose transport is its
+column, whose flat model is its part, and whose gradient is computed by its row. Updates, averages, pushes and pulls are
+elementwise, so training each part by the method trains the model by the method.
+
+A rank that loses a member of its team ends as if lost too (where the method continues after a loss): the other teams
+see a lost worker in every column.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from manyhands.core.budget import Budget, JoinableBudget, TeamBudget
+from manyhands.core.declared_state import ON_LEAD, Scope, StatePart, StateParts
+from manyhands.core.errors import Diverged, PeerLost, Refused, refuse_unless
+from manyhands.core.gather import gather, need_all
+from manyhands.core.param_groups import rule_of
+from manyhands.core.port import ANY, Message, Tag
+from manyhands.core.rule import Rule
+from manyhands.core.state import StateSlice
+from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
+from manyhands.core.subgroup import Subgroup, as_job_ranks
+from manyhands.core.team import Team
+from manyhands.core.worker import Worker
+
+TEAM_WATCH = Tag("team-watch", carries="nothing")
+"""Never sent: a receive of it waits for the loss of a member."""
+
+
+class Row(Subgroup):
+    """The members of a team. If one is lost, this rank ends as lost, where `ends_as_lost`."""
+
+    ends_as_lost = False
+
+    def recv(self, *tags: Tag, frm: int = ANY, timeout: float | None = None) -> Message | None:
+        try:
+            return super().recv(*tags, frm=frm, timeout=timeout)
+        except PeerLost as loss:
+            if self.ends_as_lost and loss.why != "left":
+                self.fail_as_lost(f"its team has lost rank {loss.job_rank}")
+            raise
+
+    def watch(self) -> None:
+        """Wait for the loss of a member, whatever this rank does."""
+        self.recv(TEAM_WATCH)
+
+
+@dataclasses.dataclass
+class Grid(Strategy):
+    """A method over teams.
+
+    Args:
+        outer: the method that trains each part of the model, with a team for each of its workers.
+        team: how the ranks of a team compute a gradient together.
+    """
+
+    outer: Strategy
+    team: Team
+
+    @property
+    def rule(self) -> Rule | None:
+        """That of the method."""
+        return rule_of(self.outer)
+
+    @property
+    def traits(self) -> Traits:
+        return dataclasses.replace(
+            self.outer.traits,
+            joiners=False,
+            peekable=False,
+            equal_replicas=False,
+            keeps_changes=False,
+            needs_step="a worker has only a part of the model, and no whole loss or gradient",
+            needs_whole_model="its workers are teams already",
+        )
+
+    def _size(self, workers: int) -> int:
+        return self.team.size or workers
+
+    def replicas(self, workers: int) -> int:
+        """As many as the method has of so many teams."""
+        size = self._size(workers)
+        refuse_unless(workers % size == 0, "workers", workers, f"divisible by {size}, the ranks of a team")
+        return self.outer.replicas(workers // size)
+
+    def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
+        """The team must be able to divide the model, and the method to train its parts separately."""
+        why = self.outer.traits.needs_whole_model
+        if why:
+            raise Refused(f"a {type(self.outer).__name__} cannot be trained over teams of ranks: {why}")
+        teams = self.replicas(workers)
+        self.team.check(self._size(workers), batch_size, model)
+        self.outer.check(teams, servers, batch_size, model)
+
+    def remarks(self, steps: int) -> Sequence[str]:
+        return self.outer.remarks(steps)
+
+    def notes(self) -> Mapping[str, Any]:
+        return self.outer.notes()
+
+    # -- ranks ------------------------------------------------------------------------------------
+
+    def setup(self, w: Worker) -> None:
+        """This rank as a worker of its column (`me`), and as a member of its team (`row`)."""
+        size = w.team_size
+        first = w.rank - w.rank % size
+        self.me = self._member(w, w.rank - first)
+        self.me.timer, self.me.random = w.timer, w.random
+        w.flat, w.trained = self.me.flat, self.me.trained
+        self.row = Row(w.transport, range(first, first + size), f"team{w.replica}")
+        self.row.ends_as_lost = self.outer.traits.on_worker_loss == "continues"
+        if self.row.ends_as_lost and size > 1:
+            w.transport.spawn(self.row.watch, daemon=True)
+        with self._as_column(w):
+            self.team.begin(self.me, self.row)
+            self.outer.setup(self.me)
+
+    def _member(self, w: Worker, index: int) -> Worker:
+        """A worker, or a server, of the column that trains the part of this index."""
+        column = [*w.worker_ranks[index :: w.team_size], *w.servers]
+        me = Worker(
+            Subgroup(w.transport, column, f"part{index}"),
+            w.task,
+            w.model,
+            seed=w.seed,
+            steps=w.steps,
+            batch_size=w.batch_size,
+            data_size=w.data_size,
+            rule=self.rule,
+        )
+        me.step = w.step
+        me.lay_out(self.team.part(w.model, index, w.team_size))
+        return me
+
+    @contextmanager
+    def _as_column(self, w: Worker) -> Iterator[None]:
+        """Run the method on this rank's column: what the job knows is known there, and errors name ranks of the job."""
+        me = self.me
+        me.step, me.steps, me.batch_size, me.data_size = w.step, w.steps, w.batch_size, w.data_size
+        me.samples_in_step, me.options = w.samples_in_step, w.options
+        try:
+            with as_job_ranks():
+                yield
+        except Diverged as error:
+            raise Diverged(w.rank, error.step, error.loss, error.what) from None
+        w.lag = me.lag
+
+    def share_budget(self, budget: Budget) -> Budget:
+        """Teams draw from a common budget; the steps of workers in lock step are counted already."""
+        return TeamBudget(budget, self.row) if isinstance(budget, JoinableBudget) else budget
+
+    def step(self, w: Worker, batch: Batch) -> float | None:
+        """The method's step, on this rank's part."""
+        with self._as_column(w):
+            return self.outer.step(self.me, batch)
+
+    def finish(self, w: Worker) -> None:
+        with self._as_column(w):
+            self.outer.finish(self.me)
+
+    def answer(self, w: Worker) -> Weights | None:
+        """The answers of all columns, joined by parameter name."""
+        with self._as_column(w):
+            mine = self.outer.answer(self.me) or {}
+        gathered = gather(w, tuple(mine), list(mine.values()))
+        if gathered is None:
+            return None
+        found = {name: x for names, xs in gathered.values() for name, x in zip(names, xs, strict=True)}
+        shapes = {name: p.shape for name, p in w.model.named_parameters()}
+        if found.keys() != shapes.keys():
+            need_all(w, gathered)
+        return {name: found[name].view(shape) for name, shape in shapes.items()}
+
+    def serve(self, w: Worker) -> None:
+        """A server of every column, each in an activity of its own."""
+        columns = [w.transport.spawn(partial(self._serve_column, w, index)) for index in range(w.team_size)]
+        for column in columns:
+            column.join()
+
+    @torch.no_grad()
+    def _serve_column(self, w: Worker, index: int) -> None:
+        with as_job_ranks():
+            copy.deepcopy(self.outer).serve(self._member(w, index))
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def quiesce(self, w: Worker) -> None:
+        with self._as_column(w):
+            self.outer.quiesce(self.me)
+
+    def resume(self, w: Worker) -> None:
+        with self._as_column(w):
+            self.outer.resume(self.me)
+
+    def restored(self, w: Worker) -> None:
+        with self._as_column(w):
+            self.outer.restored(self.me)
+
+    def declared_state(self, w: Worker) -> StateParts:
+        """That of the method in every column: what only its lead saves becomes a part of the whole."""
+        with self._as_column(w):
+            parts = self.outer.declared_state(self.me)
+        return {name: ColumnState(part, self.me) if part.scope in ON_LEAD else part for name, part in parts.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnState:
+    """State that is equal on all workers of a column, or is held by its lead: the lead of every column saves its part."""
+
+    part: StatePart
+    me: Worker
+
+    @property
+    def scope(self) -> Scope:
+        return "divided"
+
+    def save(self) -> Iterable[StateSlice]:
+        return self.part.save() if self.me.rank == self.me.lead else ()
+
+    def load(self, saved: Sequence[Saved]) -> None:
+        if self.part.scope == "shared" or self.me.rank == self.me.lead:
+            self.part.load(saved)
+
+
