@@ -5,6 +5,7 @@ import torch
 from toys import chain, probed
 
 import manyhands as mh
+from manyhands.core.team import team_size
 from manyhands.core.worker import Worker
 from manyhands.splits.data import Share
 from manyhands.splits.layers import stages
@@ -21,20 +22,21 @@ PIPEDREAM = {
 }
 
 
-def weights_by_update(strategy, stages, steps):
+def weights_by_update(strategy, stages, steps, update="update"):
     """Every stage's weight after 0, 1, 2, ... updates."""
     seen = {}
 
     def note(s, w):
         seen.setdefault(w.rank, []).append(w.flat.groups[0].weights.item())
 
-    mh.train(chain(stages), probed(strategy, setup=note, update=note), cluster=mh.Cluster(workers=stages), steps=steps)
+    looks = {"setup": note, update: note}
+    mh.train(chain(stages), probed(strategy, **looks), cluster=mh.Cluster(workers=stages), steps=steps)
     return [seen[rank] for rank in sorted(seen)]
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_the_sequential_row(stages):
-    rows = weights_by_update(mh.gpipe(lr=0.1, micro_batches=1), stages, len(SEQUENTIAL[stages]) - 1)
+    rows = weights_by_update(mh.gpipe(lr=0.1, micro_batches=1), stages, len(SEQUENTIAL[stages]) - 1, update="step")
     assert rows == [pytest.approx(SEQUENTIAL[stages], abs=5e-7)] * stages
 
 
@@ -89,7 +91,7 @@ def test_a_stage_keeps_no_more_versions_than_it_must(digits64):
     def note(s, w):
         kept[w.rank] = max(kept.get(w.rank, 0), s.stash.kept)
 
-    mh.train(digits64, probed(mh.pipedream(), forward=note), cluster=mh.Cluster(workers=4), steps=12)
+    mh.train(digits64, probed(mh.pipedream(), act=note), cluster=mh.Cluster(workers=4), steps=12)
     assert kept == {0: 4, 1: 3, 2: 2, 3: 1}
 
 
@@ -108,8 +110,10 @@ def test_a_resumed_run_that_is_stopped_before_its_first_step_has_nothing_to_drai
     task = chain(2)
 
     def program(transport):
-        w = Worker(transport, task, task.build(0), seed=0, steps=12, batch_size=task.batch_size)
-        w.step, strategy = 8, make()
+        strategy = make()
+        size = team_size(strategy, transport)
+        w = Worker(transport, task, task.build(0), seed=0, steps=12, batch_size=task.batch_size, team_size=size)
+        w.step = 8
         strategy.setup(w)
         strategy.quiesce(w)
         strategy.finish(w)

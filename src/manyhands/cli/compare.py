@@ -17,7 +17,7 @@ from manyhands.cli.output import print_json, print_table
 from manyhands.cli.train import check, engine, folder, printed_warnings
 from manyhands.cli.usage import parse
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.method_text import read_knobs
+from manyhands.core.method_text import TEAM, read_knobs, with_team
 
 if TYPE_CHECKING:
     from manyhands.report.live import LiveBoard
@@ -34,6 +34,7 @@ examples:
   manyhands compare bsp ssp:staleness=3 ad-psgd --cluster cluster.toml --target accuracy=0.95 --seeds 3
   manyhands compare bsp 'bsp:codec=feedback(topk(0.01))' --workers 2 --link tcp --out runs/sending-less --png
   manyhands compare downpour dc-asgd --virtual --workers 16 --target loss=0.1 --tune --json
+  manyhands compare bsp diloco ssp --workers 4 --team 'piped(stages=2)'
   manyhands compare bsp ssp diloco --workers 2 --target accuracy=0.95 -- train.py --epochs 3
 
 After -- comes a script of your own with its arguments: each method replaces the one it joins with, and what it passes
@@ -45,6 +46,7 @@ class CompareOptions(CommonOptions):
     """The options of `compare`."""
 
     methods: Annotated[tuple[str, ...], tyro.conf.Positional, option("methods, each with its knobs", "", "METHOD")]
+    team: Annotated[str | None, option(TEAM.help, "none", "TEAM")] = None
     target: Annotated[str | None, option("what is to be reached: accuracy=0.95 or loss=0.1", "none", "WHAT=VALUE")] = (
         None
     )
@@ -97,7 +99,7 @@ def run(argv: Sequence[str]) -> int:
         raise Refused("name the methods first: manyhands compare METHOD...; manyhands list shows all methods")
     for name in ("seeds", "evaluations"):
         refuse_unless(getattr(options, name) >= 1, name, getattr(options, name), ">= 1")
-    chosen = {text: read_knobs(text) for text in options.methods}
+    chosen = {text: read_knobs(text) for text in (with_team(text, options.team) for text in options.methods)}
     if len(chosen) < len(options.methods):
         raise Refused("a method is named twice, but must be named once, or with different knobs")
     with printed_warnings(once=True):

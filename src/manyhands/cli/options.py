@@ -12,7 +12,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 from manyhands.cli.usage import parse
 from manyhands.core import part_text
 from manyhands.core.method_index import Knob, Method
-from manyhands.core.method_text import read_method, refuse_two_rates
+from manyhands.core.method_text import knobs_of, read_method, refuse_two_rates
 
 ABOUT = """{summary}
 
@@ -74,7 +74,7 @@ class RunOptions(CommonOptions):
 def read_options(text: str) -> tuple[Method, list[str]]:
     """The method of `ssp` or `ssp:staleness=3,codec=half`, and the knobs after the colon as options."""
     method, settings = read_method(text)
-    knobs = {knob.name: knob for knob in method.knobs}
+    knobs = knobs_of(method)
     return method, [_as_option(knobs[name], value) for name, value in settings.items()]
 
 
@@ -86,7 +86,7 @@ def _as_option(knob: Knob, value: str) -> str:
 
 def fill(method: Method, argv: Sequence[str]) -> tuple[dict[str, Any], RunOptions]:
     """The knobs that differ from the recipe's defaults, and the options of the run."""
-    knobs = make_dataclass("Knobs", map(_field, method.knobs), kw_only=True)
+    knobs = make_dataclass("Knobs", map(_field, knobs_of(method).values()), kw_only=True)
     knobs.__doc__ = f"The knobs of {method.name}."
     form: Any = make_dataclass("Form", [(method.function, knobs), ("run", RunOptions)])
     filled: Any = parse(form, argv, f"train {method.name}", _about(method))
@@ -109,7 +109,7 @@ def _about(method: Method) -> str:
 
 
 def _chosen(method: Method, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for knob in method.knobs:
+    for knob in knobs_of(method).values():
         value = given[knob.name]
         if knob.required or value != knob.default:
             yield knob.name, part_text.read(value, knob.part) if knob.part and value is not None else value

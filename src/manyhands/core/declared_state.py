@@ -38,6 +38,7 @@ from manyhands.core.state import (
     join,
     load_vectors,
     named,
+    of_column,
     refuse_lost,
     restore,
     section,
@@ -212,6 +213,7 @@ def _scope(parts: StateParts, path: str) -> Scope:
 
 def load_state(w: Worker, strategy: Strategy, saved: Saved) -> None:
     """Continue from a saved state, however many workers there are now; every worker calls it after `setup`."""
+    saved = of_column(saved, w.rank % w.team_size)
     workers, parts = workers_in(saved), strategy.declared_state(w)
     refuse_lost({name: value for name, value in saved.items() if not _is_taken(parts, name)})
     for name, part in parts.items():

@@ -2,6 +2,8 @@
 
     text = method | method:knob=value,...        value = number | word | true | false | none | part
 
+Every method has the knob `team` besides its own: `ssp:staleness=3,team=piped(stages=2)`.
+
 The text is parsed here, without torch; `run/methods.py` makes the strategy.
 """
 
@@ -16,6 +18,24 @@ from manyhands.core.errors import Refused, refuse_unless, unknown
 from manyhands.core.method_index import Knob, Method, methods
 
 BOOLEANS = {"true": True, "false": False}
+TEAM = Knob(
+    "team",
+    "Team | None",
+    str | None,
+    "Team",
+    help="several ranks as one worker, each with a part of the model: piped(stages=2)",
+)
+"""A knob of the run: which ranks form a worker."""
+
+
+def knobs_of(method: Method) -> dict[str, Knob]:
+    """All that can be set in the text of a method, by name."""
+    return {knob.name: knob for knob in (*method.knobs, TEAM)}
+
+
+def with_team(text: str, team: str | None) -> str:
+    """The text of a method, over teams if one is given."""
+    return text if team is None else f"{text}{',' if ':' in text else ':'}team={team}"
 
 
 def read_method(text: str) -> tuple[Method, dict[str, str]]:
@@ -29,7 +49,7 @@ def read_method(text: str) -> tuple[Method, dict[str, str]]:
 
 def _setting(method: Method, text: str) -> tuple[str, str]:
     name, equals, value = (word.strip() for word in text.partition("="))
-    knobs = {knob.name: knob for knob in method.knobs}
+    knobs = knobs_of(method)
     knob = knobs.get(name.replace("-", "_"))
     if knob is None:
         raise unknown(f"knob of {method.name}", name, knobs)
@@ -46,7 +66,7 @@ def read_knobs(text: str) -> tuple[Method, dict[str, Any]]:
     for knob in method.knobs:
         if knob.required and knob.name not in settings:
             raise Refused(f"{knob.name} is missing, but {method.name} needs it: write {method.name}:{knob.name}=...")
-    by_name = {knob.name: knob for knob in method.knobs}
+    by_name = knobs_of(method)
     knobs = {name: value_of(by_name[name], value) for name, value in settings.items()}
     refuse_two_rates(knobs)
     return method, knobs

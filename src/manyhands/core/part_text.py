@@ -19,7 +19,7 @@ from typing import Any
 from manyhands.core.errors import Refused, unknown
 from manyhands.core.method_index import PACKAGE
 
-HOMES = {"Codec": "codecs", "Rule": "rules", "Rate": "rules.schedules"}
+HOMES = {"Codec": "codecs", "Rule": "rules", "Rate": "rules.schedules", "Team": "splits.teams"}
 """The module that exports the parts of each kind, below `manyhands`."""
 WORDS = {"true": True, "false": False, "none": None}
 
@@ -100,7 +100,7 @@ def _read(node: ast.expr, known: Mapping[str, tuple[str, str]]) -> Any:
 
 def _find(name: str, known: Mapping[str, tuple[str, str]]) -> tuple[str, str]:
     if name.lower() not in known:
-        raise unknown("codec or rule", name, known)
+        raise unknown("codec, rule or team", name, known)
     return known[name.lower()]
 
 

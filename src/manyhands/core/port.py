@@ -171,10 +171,12 @@ class Transport(Protocol):
     """The role of every rank: workers first, then servers."""
     pending_ranks: Collection[int]
     """Workers that are absent when the job begins: they join later, or never. Until then they count as gone."""
-    bytes_sent: int
-    """Bytes of tensors this rank has sent to others."""
     is_simulated: bool
     """Whether time is virtual: computing takes none by itself, and `charge_compute` makes it pass."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of tensors this rank has sent to others."""
 
     def send(self, to: int, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = (), *, latest: bool = False) -> None:
         """Lend `tensors` to rank `to`. With `latest` an unread message of this channel is replaced."""

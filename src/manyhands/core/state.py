@@ -4,6 +4,7 @@
     rule/fc.weight/Adam.step:    with a colon: not shaped like the parameter, so it is never cut
     rule/fc.weight/:updates      how often the parameter was updated
     worker2/memory/fc.weight     state that only worker 2 has, here the memory of its codec
+    round/:column1               state of no parameter, in the column of teams that trains part 1 (core/team.py)
 
 A weight slice may hold any part of a parameter. Its state is therefore saved in slices that say where in the parameter
 they start. Joined they are the state of whole parameters, and every other slicing of the model can be cut from that.
@@ -33,6 +34,8 @@ BUFFER = "buffer"
 """The section of a worker's own buffers, which are in every snapshot."""
 OF_WORKER = re.compile(r"worker(\d+)")
 """The section of what one worker has saved."""
+COLUMN = re.compile(r"(.*?)/?:column(\d+)")
+"""The path of what every column of a grid has saved."""
 MEMORIES = ("memory", "owner")
 """Sections with what a codec has not sent yet, as a worker and as the owner of a part of a sum."""
 
@@ -189,6 +192,18 @@ def section(saved: Saved, path: str) -> Saved:
     """What was saved under `path/`, without that prefix; a value saved as `path` itself has the empty name."""
     found = {name.removeprefix(f"{path}/"): value for name, value in saved.items() if name.startswith(f"{path}/")}
     return {"": saved[path], **found} if path in saved else found
+
+
+def of_column(saved: Saved, index: int) -> Saved:
+    """With what this column has saved of state that belongs to no parameter, or the first one, if this is a new one."""
+    plain, columns = dict[str, Tensor](), dict[int, Saved]()
+    for name, value in saved.items():
+        found = COLUMN.fullmatch(name)
+        if found is None:
+            plain[name] = value
+        else:
+            columns.setdefault(int(found[2]), {})[found[1]] = value
+    return plain | columns.get(index, columns.get(0, {}))
 
 
 def refuse_lost(saved: Saved) -> None:

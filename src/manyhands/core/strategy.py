@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from manyhands.core.errors import Refused
 from manyhands.core.rule import Rule
 
 if TYPE_CHECKING:
@@ -82,6 +83,11 @@ class Strategy(ABC):
     def traits(self) -> Traits:
         """What it can do with these knobs."""
 
+    @property
+    def kind(self) -> str:
+        """What a resumed run must have in common with its checkpoint."""
+        return type(self).__name__
+
     @abstractmethod
     def setup(self, w: Worker) -> None:
         """Make this rank's state; all of it is listed here."""
@@ -95,6 +101,13 @@ class Strategy(ABC):
         """The weights to evaluate and save, on the leading rank; every worker takes part."""
 
     # -- optional: before a run -------------------------------------------------------------------
+
+    def with_rule(self, change: Callable[[Rule], Rule]) -> Strategy:
+        """The same method with another rule, which `change` makes of its own."""
+        if not isinstance(self, HasRule):
+            raise Refused(f"a {type(self).__name__} has no rule that an optimizer could replace")
+        changed: Strategy = replace(self, rule=change(self.rule))  # type: ignore[type-var]
+        return changed
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:  # noqa: B027
         """Refuse what cannot work, before anything is started."""
@@ -154,11 +167,12 @@ class Strategy(ABC):
 
 OPTIONAL = frozenset(
     {
-        *("check", "remarks", "replicas", "notes", "finish", "programs", "serve", "share_budget", "join_running"),
+        *("kind", "with_rule", "check", "remarks", "replicas", "notes", "finish", "programs", "serve"),
+        *("share_budget", "join_running"),
         *("quiesce", "resume", "peek", "declared_state", "restored"),
     }
 )
-"""The methods that only some strategies have."""
+"""The methods and properties that only some strategies have; and `rule`, if it moves the weights by one (`HasRule`)."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ Where the group's program ends, `as_job_ranks` turns it back into an error of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
 
@@ -69,9 +69,11 @@ class Subgroup:
         self._tags: dict[Tag, Tag] = {}
         self.rank, self.size = self._index[transport.rank], len(self.ranks)
         self.role, self.host, self.is_simulated = transport.role, transport.host, transport.is_simulated
-        self.hosts = [transport.hosts[rank] for rank in self.ranks]
-        self.roles = [transport.roles[rank] for rank in self.ranks]
-        self.pending_ranks = [self._index[rank] for rank in transport.pending_ranks if rank in self._index]
+        self.hosts: Sequence[int] = [transport.hosts[rank] for rank in self.ranks]
+        self.roles: Sequence[str] = [transport.roles[rank] for rank in self.ranks]
+        self.pending_ranks: Collection[int] = [
+            self._index[rank] for rank in transport.pending_ranks if rank in self._index
+        ]
 
     @property
     def bytes_sent(self) -> int:

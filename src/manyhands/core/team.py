@@ -41,7 +41,7 @@ class Team(Protocol):
         """What the member with this index trains."""
 
     def begin(self, w: Worker, members: Transport) -> None:
-        """Set up, and become `w.team`; `w` has the part in its flat model, `members` are the ranks of this team in order.
+        """Set up, and become `w.team`; `w` has the part in its flat model, `members` are the ranks of this team.
 
         A team of one may leave `w.team` as it is: then the rank computes alone.
         """
@@ -57,10 +57,13 @@ def team_size(strategy: Strategy, transport: Transport) -> int:
 
 
 def release_untrained(w: Worker) -> None:
-    """Free the memory of the parameters that other ranks train; their names and shapes remain, all are views of 0."""
+    """Free the memory of the parameters that other ranks train; their names and shapes remain, each a view of one NaN.
+
+    So that reading them by mistake is noticed.
+    """
     if w.trained is w.model:
         return
     own = {id(p) for p in w.trained.parameters()}
     for p in w.model.parameters():
         if id(p) not in own and p.requires_grad:
-            p.data = p.data.new_zeros(1).expand(p.shape)
+            p.data = p.data.new_full((1,), float("nan")).expand(p.shape)

@@ -121,13 +121,13 @@ class Worker:
         return self._flatten(())
 
     def lay_out(self, module: nn.Module | None = None, exclude: Collection[str] = ()) -> None:
-        """Choose what `flat` contains: the parameters of `module` (a part of the model) without those in `exclude`.
+        """Choose what `flat` contains: the parameters of `module`, or of `trained`, without those in `exclude`.
 
         Called at most once, in `setup`, before `flat` is used for the first time; refused afterwards.
         """
         if "flat" in vars(self):
             raise Refused("lay_out was called after flat had been used, but must be called before, and only once")
-        self.trained = self.model if module is None else module
+        self.trained = self.trained if module is None else module
         self.flat = self._flatten(exclude)
 
     def _flatten(self, exclude: Collection[str]) -> Flat:

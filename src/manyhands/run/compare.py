@@ -22,6 +22,7 @@ from manyhands.core.errors import ManyhandsError, Refused, refuse_unless
 from manyhands.core.recipe import recipe_of, spelled
 from manyhands.core.strategy import Strategy
 from manyhands.core.task import Task
+from manyhands.core.team import Team
 from manyhands.engines.choose import On, choose_engine
 from manyhands.engines.engine import Engine
 from manyhands.report.live import choose as live
@@ -30,6 +31,7 @@ from manyhands.report.progress import Progress
 from manyhands.report.ranking import Row, ranking
 from manyhands.report.reading import RecordedRun, read
 from manyhands.report.record import NAME, claim
+from manyhands.run.methods import over_team
 from manyhands.run.spec import RunSpec, has_metric, make_spec, run_length
 from manyhands.run.train import run_spec
 from manyhands.run.tune import tuned
@@ -126,6 +128,7 @@ def compare(
     strategies: Sequence[Strategy] | Mapping[str, Strategy],
     *,
     on: On | None = None,
+    team: Team | str | None = None,
     workers: int | None = None,
     servers: int | None = None,
     cluster: Cluster | None = None,
@@ -150,7 +153,8 @@ def compare(
     Args:
         task: a Task, or the name of a built-in one.
         strategies: the methods, such as `[mh.bsp(), mh.ssp(staleness=3)]`; a mapping gives them names.
-        on, workers, servers, cluster, link, bind, steps, epochs, batch_size, data: as in `mh.train`, for every method.
+        on, team, workers, servers, cluster, link, bind, steps, epochs, batch_size, data: as in `mh.train`, for every
+            method.
         target: what is to be reached, such as "accuracy=0.95" or "loss=0.1": methods are ranked by the time it takes.
         seeds: how many repetitions, or which seeds; the table shows medians and spread.
         tune: choose every method's learning rate first, each with the same small budget.
@@ -165,7 +169,7 @@ def compare(
     chosen = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     refuse_unless(len(chosen) >= 1, "seeds", seeds, ">= 1")
     goal = parse_target(target) if isinstance(target, str) else target
-    entries = named(strategies)
+    entries = [over_team(strategy, team) for strategy in named(strategies)]
     refuse_unless(watch is None or not progress, "progress", progress, "False if watch is given")
     engine = choose_engine(on, workers=workers, servers=servers, cluster=cluster, link=link, bind=bind)
     loaded = tasks.load(task, None if data is None else Path(data)) if isinstance(task, str) else task

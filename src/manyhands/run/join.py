@@ -31,13 +31,14 @@ from manyhands.core.fields import Fields, StepLoss
 from manyhands.core.port import Transport
 from manyhands.core.record import Line
 from manyhands.core.strategy import Strategy
+from manyhands.core.team import Team
 from manyhands.run.live_optimizers import LiveOptimizers
 from manyhands.run.loaders import part_of
 from manyhands.run.loop_record import LoopRecord, line_sender
 from manyhands.run.loop_shares import LoopShares
 from manyhands.run.loop_signals import Stopped
 from manyhands.run.loop_state import GroupOptions, LoopState
-from manyhands.run.methods import chosen_strategy
+from manyhands.run.methods import chosen_strategy, over_team
 from manyhands.run.optimizer_guards import guard_steps, refuse_hooks
 from manyhands.run.prepared import LoopObjects, Prepared
 from manyhands.run.training import Fails, Training
@@ -263,6 +264,7 @@ def join(
     model: nn.Module | Sequence[nn.Module] | str | None = None,
     *,
     strategy: Strategy | str | None = None,
+    team: Team | str | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     seed: int | None = None,
@@ -279,6 +281,8 @@ def join(
             `mh.join(strategy="bsp")`.
         strategy: the method, such as `mh.ssp(staleness=3)`, or as the command line writes it: "ssp:staleness=3".
             `manyhands run --method` replaces it.
+        team: how several ranks form one worker, each with a part of the model: `mh.piped(stages=2)`; the ranks of a
+            team get the same mini-batches.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
         optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
         seed: determines everything random; 0, unless the launcher chooses another one (`manyhands compare --seeds`).
@@ -296,7 +300,7 @@ def join(
             refuse_unless(strategy is None, "strategy", strategy, f"left out beside the method {model!r}")
             model, strategy = None, model
         settings = script_settings()
-        chosen = chosen_strategy(strategy, settings.method, says=transport.rank == 0)
+        chosen = over_team(chosen_strategy(strategy, settings.method, says=transport.rank == 0), team)
         seed = (settings.seed or 0) if seed is None else seed
         observe = line_sender(transport)
         hands = Hands(transport, model, strategy=chosen, loss=loss, optimizer=optimizer, seed=seed, observe=observe)

@@ -103,7 +103,7 @@ class LoopCheckpoints(LoopCollectives):
         """What must fit to resume, and what may have changed."""
         w = training.worker
         return {
-            "kind": type(training.strategy).__name__,
+            "kind": training.strategy.kind,
             "seed": self._seed,
             "workers": len(w.workers),
             "servers": len(w.servers),

@@ -64,13 +64,16 @@ class LoopCollectives:
     def reduce(self, value: float | Tensor, how: Reduction = "mean") -> float | Tensor:
         """The mean, sum, minimum or maximum of all workers' values: the same number on every rank.
 
-        A number gives a number, a tensor a tensor of the same shape.
+        A number gives a number, a tensor a tensor of the same shape. A team of ranks is one worker: the value of its
+        first member counts.
         """
         if how not in REDUCTIONS:
             raise unknown("reduction", how, list(REDUCTIONS))
         if not isinstance(value, int | float | Tensor):
             raise Refused(f"the value to reduce is a {type(value).__name__}, but must be a number or a tensor")
-        found = list(self._values("reduce", value.detach() if isinstance(value, Tensor) else float(value)).values())
+        values = self._values("reduce", value.detach() if isinstance(value, Tensor) else float(value))
+        size = 1 if self._joined is None else self._joined.worker.team_size
+        found = [one for rank, one in values.items() if rank % size == 0]
         if not isinstance(value, Tensor):
             return float(REDUCTIONS[how](torch.tensor(found, dtype=torch.float64)))
         if odd := [one for one in found if not isinstance(one, Tensor) or one.shape != value.shape]:

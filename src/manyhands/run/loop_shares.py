@@ -92,7 +92,11 @@ class LoopShares(LoopStops):
         share = self._share_of(data, replica, replicas)
         if self._training.strategy.traits.lockstep:
             return granted(share, FixedSteps(max(0, steps - done // replicas)), self.transport)
-        return granted(share, self._budget_for(max(0, steps * replicas - done)), self.transport)
+        return self._granted(share, self._budget_for(max(0, steps * replicas - done)))
+
+    def _granted(self, share: Share, budget: Budget) -> Iterator[Any]:
+        """Mini-batches of a share as long as the common budget grants them; this begins when the rank is set up."""
+        yield from granted(share, self._training.strategy.share_budget(budget), self.transport)
 
     def _share_of(self, data: Source, replica: int, replicas: int) -> Share:
         """This replica's share: the last one again for the same data set, else a new one in another random order."""

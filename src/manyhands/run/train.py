@@ -15,12 +15,14 @@ from manyhands.core.recipe import recipe_of
 from manyhands.core.record import decoded
 from manyhands.core.strategy import Strategy
 from manyhands.core.task import Task
+from manyhands.core.team import Team
 from manyhands.engines.choose import On, choose_engine
 from manyhands.engines.engine import Ran
 from manyhands.report.adapters import adapters as listeners
 from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress, choose
 from manyhands.report.record import FORMAT, Record
+from manyhands.run.methods import over_team
 from manyhands.run.result import Interrupted, Result, evaluate, final_loss, lag_of, sha256
 from manyhands.run.spec import RunSpec, make_spec
 from manyhands.virtual.cluster import Cluster
@@ -36,6 +38,7 @@ def train(
     strategy: Strategy,
     *,
     on: On | None = None,
+    team: Team | str | None = None,
     workers: int | None = None,
     servers: int | None = None,
     cluster: Cluster | None = None,
@@ -67,6 +70,7 @@ def train(
         task: a Task, or the name of a built-in one.
         strategy: the method, such as `mh.ssp(staleness=3)`.
         on: where the run takes place: `mh.Local(...)` or `mh.Cluster(...)`.
+        team: how several ranks form one worker, each with a part of the model: `mh.piped(stages=2)`.
         workers: short form: the number of real workers.
         servers: short form: the number of server ranks, real or of the cluster.
         cluster: short form: a virtual cluster.
@@ -89,7 +93,7 @@ def train(
     engine = choose_engine(on, workers=workers, servers=servers, cluster=cluster, link=link, bind=bind, spares=spares)
     spec = make_spec(
         task,
-        strategy,
+        over_team(strategy, team),
         engine,
         data=data,
         seed=seed,

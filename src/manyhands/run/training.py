@@ -11,10 +11,10 @@ last mini-batch: `begin` announces a number of steps, and is called again, which
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -33,6 +33,7 @@ from manyhands.core.port import Transport
 from manyhands.core.rank import RankRun
 from manyhands.core.rule import Rule
 from manyhands.core.strategy import Strategy
+from manyhands.core.team import release_untrained, team_size
 from manyhands.core.worker import Worker
 from manyhands.rules.chain import with_step
 from manyhands.run.live_optimizers import LiveOptimizers
@@ -70,10 +71,18 @@ class Training:
         self.live = optimizer if isinstance(optimizer, LiveOptimizers) else None
         rule = optimizer.rule if isinstance(optimizer, LiveOptimizers) else optimizer
         if rule is not None:
-            self.strategy = _with_rule(self.strategy, rule)
+            self.strategy = self.strategy.with_rule(partial(with_step, step=rule))
         self.task = OwnTask(model, loss)
-        rule = rule_of(self.strategy)
-        self.worker = worker(transport, self.task, model, seed=seed, steps=0, batch_size=1, rule=rule)
+        self.worker = worker(
+            transport,
+            self.task,
+            model,
+            seed=seed,
+            steps=0,
+            batch_size=1,
+            rule=rule_of(self.strategy),
+            team_size=team_size(self.strategy, transport),
+        )
         self.run = RankRun(self.worker, self.strategy)
         self.position = LoopPosition(self.worker, self.strategy.traits)
         self.has_begun = self.shows_answer = self._is_united = False
@@ -109,6 +118,7 @@ class Training:
         else:
             with nullcontext() if self.resume is None else self.resume.keeping_random(w):
                 self.run.begin(None if self.resume is None else self.resume.snapshot)
+            release_untrained(w)
             barrier(w)  # a worker that is set up may send, so all must be
             self.position.watch()
             self.sample_weights = SampleWeights(w, self.strategy.traits)
@@ -236,11 +246,3 @@ def own_random_numbers() -> Iterator[None]:
         yield
     finally:
         torch.default_generator.set_state(state)
-
-
-def _with_rule(strategy: Strategy, rule: Rule) -> Strategy:
-    """The same method with another rule for its steps; corrections of the gradient before a step are kept."""
-    if not dataclasses.is_dataclass(strategy) or "rule" not in {one.name for one in dataclasses.fields(strategy)}:
-        raise Refused(f"a {type(strategy).__name__} has no rule that an optimizer could replace")
-    changed: Strategy = dataclasses.replace(strategy, rule=with_step(strategy.rule, rule))
-    return changed

@@ -31,7 +31,7 @@ def _facts(spec: RunSpec) -> dict[str, Any]:
     """What a checkpoint says about its run; the kind of a strategy does not include its knobs, which may change."""
     return {
         "task": spec.task.name,
-        "kind": type(spec.strategy).__name__,
+        "kind": spec.strategy.kind,
         "seed": spec.seed,
         "batch_size": spec.batch_size,
         "workers": spec.workers,

@@ -43,7 +43,7 @@ class StagePasses:
         """By micro-batch, from B(m) on; at the last stage from F(m) on."""
 
     def forward(self, m: int, fields: Batch, weights: list[Tensor], rank: int, step: int, key: Hashable) -> None:
-        """F(m): from the data or an activation to an activation or the loss. Random numbers depend on the last three."""
+        """F(m): from the data or an activation to an activation or the loss; `rank`, `step` and `key` seed dropout."""
         w, x, loss = self._w, fields[0], self._w.task.loss
         if self.index:
             self._borrowed[m] = recv(self._members, self._activation.of(m), frm=self.index - 1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -73,9 +73,18 @@ class Grid(Strategy):
     team: Team
 
     @property
+    def kind(self) -> str:
+        """That of the method: a run can be resumed with other teams, or without."""
+        return self.outer.kind
+
+    @property
     def rule(self) -> Rule | None:
         """That of the method."""
         return rule_of(self.outer)
+
+    def with_rule(self, change: Callable[[Rule], Rule]) -> Strategy:
+        """The same teams, and the method with another rule."""
+        return dataclasses.replace(self, outer=self.outer.with_rule(change))
 
     @property
     def traits(self) -> Traits:
@@ -103,9 +112,10 @@ class Grid(Strategy):
         why = self.outer.traits.needs_whole_model
         if why:
             raise Refused(f"a {type(self.outer).__name__} cannot be trained over teams of ranks: {why}")
-        teams = self.replicas(workers)
-        self.team.check(self._size(workers), batch_size, model)
-        self.outer.check(teams, servers, batch_size, model)
+        teams, size = self.replicas(workers), self._size(workers)
+        self.team.check(size, batch_size, model)
+        for index in range(size):
+            self.outer.check(teams, servers, batch_size, self.team.part(model, index, size))
 
     def remarks(self, steps: int) -> Sequence[str]:
         return self.outer.remarks(steps)
@@ -121,14 +131,14 @@ class Grid(Strategy):
         first = w.rank - w.rank % size
         self.me = self._member(w, w.rank - first)
         self.me.timer, self.me.random = w.timer, w.random
-        w.flat, w.trained = self.me.flat, self.me.trained
         self.row = Row(w.transport, range(first, first + size), f"team{w.replica}")
         self.row.ends_as_lost = self.outer.traits.on_worker_loss == "continues"
         if self.row.ends_as_lost and size > 1:
             w.transport.spawn(self.row.watch, daemon=True)
         with self._as_column(w):
-            self.team.begin(self.me, self.row)
             self.outer.setup(self.me)
+            self.team.begin(self.me, self.row)
+        w.flat, w.trained = self.me.flat, self.me.trained
 
     def _member(self, w: Worker, index: int) -> Worker:
         """A worker, or a server, of the column that trains the part of this index."""
@@ -144,7 +154,7 @@ class Grid(Strategy):
             rule=self.rule,
         )
         me.step = w.step
-        me.lay_out(self.team.part(w.model, index, w.team_size))
+        me.trained = self.team.part(w.model, index, w.team_size)
         return me
 
     @contextmanager
@@ -215,25 +225,52 @@ class Grid(Strategy):
         """That of the method in every column: what only its lead saves becomes a part of the whole."""
         with self._as_column(w):
             parts = self.outer.declared_state(self.me)
-        return {name: ColumnState(part, self.me) if part.scope in ON_LEAD else part for name, part in parts.items()}
+        own = {slot.name for slot in self.me.flat.slots}
+        others = dict(w.model.named_parameters()).keys() - own
+        index = w.rank % w.team_size
+        return {name: ColumnState(part, self.me, index, own, others) for name, part in parts.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnState:
-    """State that is equal on all workers of a column, or is held by its lead: the lead of every column saves its part."""
+    """A part of the state in one column.
+
+    Args:
+        part: that of the method. What is equal on all workers, or what the lead has, the lead of every column saves.
+        me: the worker of the column.
+        index: the number of the column.
+        own: the parameters that the column trains.
+        others: those that other columns train; of a saved whole their state is left out.
+    """
 
     part: StatePart
     me: Worker
+    index: int
+    own: Collection[str]
+    others: Collection[str]
 
     @property
     def scope(self) -> Scope:
-        return "divided"
+        return "divided" if self.part.scope in ON_LEAD else self.part.scope
 
-    def save(self) -> Iterable[StateSlice]:
-        return self.part.save() if self.me.rank == self.me.lead else ()
+    def save(self) -> Iterator[StateSlice]:
+        """By parameter name; what belongs to no parameter under the name of the column."""
+        if self.part.scope in ON_LEAD and self.me.rank != self.me.lead:
+            return
+        for piece in self.part.save():
+            is_own = any(word in self.own for word in piece.name.split("/"))
+            yield piece if is_own else piece._replace(name=f"{piece.name}/:column{self.index}".lstrip("/"))
 
     def load(self, saved: Sequence[Saved]) -> None:
-        if self.part.scope == "shared" or self.me.rank == self.me.lead:
-            self.part.load(saved)
+        if self.part.scope != "lead" or self.me.rank == self.me.lead:
+            self.part.load([self._mine(one) for one in saved])
 
-
+    def _mine(self, saved: Saved) -> Saved:
+        """Without the state of parameters that only other columns train."""
+        words = {name: name.split("/") for name in saved}
+        foreign = {
+            name
+            for name, path in words.items()
+            if any(word in self.others for word in path) and not any(word in self.own for word in path)
+        }
+        return {name: value for name, value in saved.items() if name not in foreign}

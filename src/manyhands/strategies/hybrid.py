@@ -97,7 +97,12 @@ class Hybrid(Strategy):
     def _find(self, w: Worker) -> list[EmbeddingTable]:
         """The sparse tables, which are kept out of the worker's flat model from now on."""
         self.check(len(w.workers), len(w.servers), w.batch_size, w.model)
-        found = find_tables(w.model) if w.task.gradient is None else {}
+        found = find_tables(w.trained) if w.task.gradient is None else {}
+        if found and w.trained is not w.model:
+            raise Refused(
+                f"{', '.join(found)} is sparse, but over teams must be dense (sparse=False): its rows are pulled and "
+                "pushed once for each mini-batch, and a team divides it"
+            )
         if found and w.task.sizes_only:
             raise Refused("the sparsity of a table is measured, but a task of sizes only has no gradients")
         return [EmbeddingTable(name, module, len(w.servers or w.workers)) for name, module in found.items()]

@@ -16,7 +16,7 @@
 A parameter is the matrix [its first dimension, all others] if it lies in the span as a whole and is large enough:
 least_rate r (n + m) < n m. All others are summed as they are, in one all-reduce; all A are another one, and all B a
 third. With the plain ones one number per parameter is summed that says whether a rank has touched it. The first Q is
-drawn from the job's seed and the parameter's id.
+drawn from the job's seed and the parameter's name.
 
 Reference: T. Vogels, S. Karimireddy, M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", 2019, https://arxiv.org/abs/1905.13727 (their P and Q are A and B here: P is the number of workers).
@@ -27,6 +27,7 @@ remainder of a worker is what the mean does not contain of it: it may grow on on
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -148,7 +149,8 @@ class LowRankSum:
         """Q of the last step, or a random one."""
         q = self._q.get(one.slot.name)
         if q is None:
-            generator = torch.Generator().manual_seed(hash((self._w.seed, one.slot.param_id)) % 2**63)
+            seed = random.Random(f"{self._w.seed}/{one.slot.name}").getrandbits(63)
+            generator = torch.Generator().manual_seed(seed)
             q = orthonormal(torch.randn(one.m, one.r, generator=generator)).to(self._left[one.slot.span.group])
         return q
 

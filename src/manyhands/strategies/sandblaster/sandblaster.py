@@ -70,7 +70,14 @@ class Sandblaster(Strategy):
     @property
     def traits(self) -> Traits:
         several = "a line search computes the loss at several points in one step"
-        return Traits(lockstep=True, on_worker_loss="continues", servers=True, may_end_early=True, needs_step=several)
+        return Traits(
+            lockstep=True,
+            on_worker_loss="continues",
+            servers=True,
+            may_end_early=True,
+            needs_step=several,
+            needs_whole_model="its dot products and its line search are over all weights",
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(0 < self.lr < math.inf, "lr", self.lr, "> 0 and finite")
