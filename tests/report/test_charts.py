@@ -151,6 +151,14 @@ def test_the_timeline_has_a_window_and_its_pauses():
     assert len(chart.views) == 2
 
 
+def test_the_timeline_shows_teams():
+    (view,) = timeline(section_of(made(method="ssp:team=piped(2)", replicas=2))).views
+    layout = view.figure["layout"]
+    assert layout["yaxis"]["ticktext"] == ["team 0, rank 0", "team 0, rank 1", "team 1, rank 2", "team 1, rank 3"]
+    assert layout["yaxis"]["tickvals"] == [0, 1, 2, 3]
+    assert [shape["y0"] for shape in layout["shapes"] if shape["type"] == "line"] == [1.5]
+
+
 def test_faults_are_marked_where_they_happen():
     cluster = {
         "stragglers": {"ranks": [0], "factor": 4, "at": 0.0},

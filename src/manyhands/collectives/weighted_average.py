@@ -18,7 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class AveragingWeight(Protocol):
 
     sums: list[Tensor]
     """What was counted since the last average, for every group of the model; empty at first."""
+    by_coordinate: ClassVar[bool]
+    """Whether every coordinate has a sum of its own."""
 
     def see(self, w: Worker, loss: float, samples: int) -> None:
         """Count a step, whose gradient is still in the flat gradient."""
@@ -51,6 +53,7 @@ class _Summed(ABC):
     """A weight made of a sum over steps."""
 
     sums: list[Tensor] = field(default_factory=list, init=False)
+    by_coordinate: ClassVar[bool] = False
 
     def see(self, w: Worker, loss: float, samples: int) -> None:
         """Add the terms of this step to the sums."""
@@ -88,6 +91,8 @@ class ByLoss(_Summed):
 class ByFisher(_Summed):
     """Weights each coordinate by the sum of its squared gradients."""
 
+    by_coordinate = True
+
     def of_step(self, w: Worker, group: DtypeGroup, loss: float, samples: int) -> Tensor:
         w.ops.computes(group.grad)
         return _precise(group.grad).square()
@@ -103,6 +108,7 @@ class FixedWeights:
 
     shares: Sequence[float]
     sums: list[Tensor] = field(default_factory=list, init=False)
+    by_coordinate: ClassVar[bool] = False
 
     def check(self, workers: int) -> None:
         """Refuse shares unless there is one for every worker, and not all are 0."""

@@ -65,6 +65,16 @@ class RecordedRun:
         return int(self.header["workers"])
 
     @property
+    def team_size(self) -> int:
+        """How many consecutive ranks hold one copy of the model together."""
+        return self.workers // max(1, int(self.header["replicas"]))
+
+    def rank_name(self, rank: int) -> str:
+        """What a rank is called; a member of a team with the number of its team."""
+        in_team = self.team_size > 1 and rank < self.workers
+        return f"team {rank // self.team_size}, rank {rank}" if in_team else f"rank {rank}"
+
+    @property
     def share(self) -> float:
         """Replicas per worker: the ranks of one replica consume the same samples."""
         return float(self.header["replicas"]) / self.workers

@@ -52,7 +52,7 @@ def _events(number: int, member: GroupedRun, pids: dict[tuple[int, int], int]) -
         yield _name("process", pid, 0, f"{member.label}, host {host}")
     thread = {rank: {"pid": pids[number, host], "tid": rank} for rank, host in hosts.items()}
     for rank, where in thread.items():
-        yield _name("thread", where["pid"], rank, f"rank {rank} ({roles.get(rank, 'worker')})")
+        yield _name("thread", where["pid"], rank, f"{member.run.rank_name(rank)} ({roles.get(rank, 'worker')})")
     for line in member.run.steps:
         for part in segments(line):
             yield _span(part.activity, part.start, part.start + part.seconds, thread[part.rank], step=part.step)

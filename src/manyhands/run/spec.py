@@ -90,6 +90,10 @@ class RunSpec:
         """The copy of the model that a worker trains, alone or as a part of it."""
         return rank * self.replicas // self.workers
 
+    def is_last_of_replica(self, rank: int) -> bool:
+        """Whether no later rank trains the same copy: of those that divide a model it knows the loss first."""
+        return rank >= self.workers or (rank + 1) * self.replicas % self.workers == 0
+
     @property
     def lockstep(self) -> bool:
         """Whether every worker takes the same number of mini-batches."""
@@ -210,6 +214,9 @@ def _refuse_misfit(spec: RunSpec) -> None:
     has_data = spec.engine.world == "virtual" or not spec.task.sizes_only
     refuse_unless(has_data, "the task", spec.task.name, "one with data: sizes only are for virtual time")
     refuse_unless(traits.servers or not spec.servers, "servers", spec.servers, "0: this method has none")
+    alone = spec.replicas == spec.workers or not spec.engine.fixes_order
+    bound = f"{spec.workers}, one for each: the cluster prescribes the order in which they compute"
+    refuse_unless(alone, f"the number of models that {spec.workers} ranks hold", spec.replicas, bound)
     may_join = traits.joiners and not spec.per_worker
     bound = f"0: no worker can join a run {'with per_worker' if spec.per_worker else 'of this method'} later"
     refuse_unless(may_join or not joiners, "the number of joining workers", joiners, bound)

@@ -218,7 +218,7 @@ def _result(spec: RunSpec, ran: Ran, record: Record, began: float) -> Result:
         seconds=max(one.seconds for one in ran.outcomes),
         wall_seconds=time.perf_counter() - began,
         samples=_samples(spec, steps),
-        final_loss=final_loss(steps),
+        final_loss=final_loss([line for line in steps if spec.is_last_of_replica(line["rank"])]),
         test_accuracy=None if weights is None else evaluate(spec.task, weights, lead.buffers, spec.seed),
         bytes_sent=ran.bytes_sent,
         lag=lag_of(steps),

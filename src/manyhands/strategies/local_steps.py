@@ -205,7 +205,7 @@ class LocalSteps(Strategy):
         if self.sum is not None:
             parts["sum"] = CustomState("all", self.sum.state, self.sum.restore)
         if self.weight is not None:
-            parts["weight"] = CustomState("own", self._weight_sums, self._set_weight_sums)
+            parts["weight"] = CustomState("own", partial(self._weight_sums, w), partial(self._set_weight_sums, w))
         return parts
 
     def _begin_at(self, w: Worker, saved: Sequence[Saved]) -> None:
@@ -223,11 +223,19 @@ class LocalSteps(Strategy):
         if self.rounds.overhead is not None:
             self.rounds.length = length
 
-    def _weight_sums(self) -> Saved:
+    def _weight_sums(self, w: Worker) -> Saved:
+        """By parameter, or by group of the model."""
         assert self.weight is not None
-        return {str(number): x for number, x in enumerate(self.weight.sums)}
+        sums = self.weight.sums
+        if sums and self.weight.by_coordinate:
+            return named(w.flat.slots, sums)
+        return {str(number): x for number, x in enumerate(sums)}
 
-    def _set_weight_sums(self, saved: Sequence[Saved]) -> None:
+    def _set_weight_sums(self, w: Worker, saved: Sequence[Saved]) -> None:
         assert self.weight is not None
-        for sums in saved:
-            self.weight.sums = list(sums.values())
+        for sums in filter(None, saved):
+            if self.weight.by_coordinate:
+                groups = w.flat.groups
+                self.weight.sums = [torch.cat([sums[slot.name] for slot in group.slots]) for group in groups]
+            else:
+                self.weight.sums = [sums[str(number)] for number in range(len(w.flat.groups))]

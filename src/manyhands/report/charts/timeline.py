@@ -1,8 +1,9 @@
 """The timeline of every rank: its activities in a window short enough to show single steps.
 
-rank 0  |==compute==|
-rank 1  |=compute=|  wait  |
-rank 2  |=compute=|  x lost
+rank 0  |==compute==|                      team 0, rank 0  |==compute==|
+rank 1  |=compute=|  wait  |               team 0, rank 1      |==compute==|
+rank 2  |=compute=|  x lost                - - - - - - - - - - - - - - - - -
+                                           team 1, rank 2  |==compute==|
 """
 
 from __future__ import annotations
@@ -105,14 +106,34 @@ def _view(
         "bargap": 0.25,
         "legend": {"orientation": "h", "traceorder": "normal"},
         "xaxis": axis(f"{section.seconds}, pauses included", range=numbers(window)),
-        "yaxis": axis("rank", autorange="reversed", type="category", categoryorder="array", categoryarray=ranks),
+        "yaxis": axis(
+            "rank", autorange="reversed", type="category", categoryorder="array", categoryarray=ranks, **_teams(member)
+        ),
         "shapes": [
             _shade(pause, window) for pause in member.measures.pauses if pause[0] < window[1] and pause[1] > window[0]
-        ],
+        ]
+        + _borders(member),
         "height": 170 + 26 * max(len(ranks), 3),
     }
     figure: Figure = {"data": data, "layout": layout}
     return View(label, figure, " ".join([*_words(member, window), note]).strip())
+
+
+def _teams(member: GroupedRun) -> dict[str, Any]:
+    """What the ranks are called, if several of them are one worker."""
+    ranks = slowest(member)[0]
+    if member.run.team_size == 1:
+        return {}
+    return {"tickvals": ranks, "ticktext": [member.run.rank_name(rank) for rank in ranks]}
+
+
+def _borders(member: GroupedRun) -> list[dict[str, Any]]:
+    """Lines between teams."""
+    ranks, size = slowest(member)[0], member.run.team_size
+    places = [at for at in range(1, len(ranks)) if ranks[at] // size != ranks[at - 1] // size] if size > 1 else []
+    line = {"width": 1, "dash": "dot", "color": "rgba(128,128,128,0.8)"}
+    place = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y"}
+    return [{**place, "y0": at - 0.5, "y1": at - 0.5, "line": line} for at in places]
 
 
 def _bars(activity: str, ranks: list[int], starts: list[float], lengths: list[float]) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""Teams of real processes: the bits of virtual time, and a lost stage takes its team along while the others finish."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import manyhands as mh
+from manyhands.run.methods import over_team
+from manyhands.strategies.grid import Grid
+from pace import assert_within
+
+from .tools import KILLED, LIMIT, Strike, kill, messages, small, struck, taken_by
+
+pytestmark = pytest.mark.timeout(120)
+
+EXACT = {"bsp": mh.bsp, "diloco": partial(mh.diloco, period=3), "easgd": mh.easgd, "d-psgd": mh.d_psgd}
+TWO = mh.piped(stages=2, micro_batches=2)
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+@pytest.mark.parametrize("name", EXACT)
+def test_two_teams_of_two_processes_have_the_bits_of_virtual_time(name, link, quickly):
+    hosts = 1 if link == "shm" else None
+    virtual = mh.train(small(), EXACT[name](), team=TWO, cluster=mh.Cluster(workers=4, hosts=hosts), steps=8)
+    real = mh.train(small(), EXACT[name](), team=TWO, workers=4, link=link, steps=8)
+    assert real.weights_sha256 == virtual.weights_sha256
+    assert real.samples == virtual.samples == 8 * 2 * 4
+
+
+def struck_team(strategy, strike, team=TWO):
+    """A method over teams, one of whose ranks is struck as it begins a step."""
+    return struck(over_team(strategy, team), strike)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_downpour_over_teams_loses_a_stage_and_finishes(rank, tmp_path, quickly):
+    """DistBelief: two replicas of two stages, whose parts are on two servers."""
+    strike = Strike(kill, tmp_path, rank=rank)
+    result = mh.train(small(), struck_team(mh.downpour(lr=0.01), strike), workers=4, servers=2, steps=30)
+    assert dict(result.lost) == {rank: KILLED, 5 - rank: f"its team has lost rank {rank}"}
+    taken = taken_by(result)
+    assert taken[rank] <= 5
+    assert taken[0] == taken[1] >= 2 * 30 - 6, "the others have taken over what was left"
+    assert all(bool(torch.isfinite(w).all()) for w in result.weights.values())
+
+
+@pytest.mark.parametrize(("make", "link"), [(mh.ssp, "shm"), (mh.ad_psgd, "tcp"), (mh.gossip, "shm")])
+def test_a_team_without_a_member_ends_and_the_others_go_on(make, link, tmp_path, caplog, quickly):
+    strike = Strike(kill, tmp_path, rank=3)
+    result = mh.train(small(), struck_team(make(lr=0.01), strike), workers=4, link=link, steps=30)
+    assert dict(result.lost) == {3: KILLED, 2: "its team has lost rank 3"}
+    assert {message for message in messages(caplog) if "lost" in message} == {
+        f"rank 3 is lost: {KILLED}",
+        "rank 2 is lost: its team has lost rank 3",
+    }
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+def test_a_method_that_needs_all_workers_names_the_rank_of_the_job(link, tmp_path, quickly):
+    strike = Strike(kill, tmp_path, rank=3)
+    with pytest.raises(mh.PeerLost, match=f"^rank 3 is lost: {KILLED}$"):
+        mh.train(small(), struck_team(mh.bsp(lr=0.01), strike), workers=4, link=link, steps=10**6)
+    assert_within(LIMIT, strike.seconds_ago())
+
+
+def test_a_loss_that_is_no_number_names_the_rank_of_the_job(tmp_path, quickly):
+    task = mh.Task(**{**vars(small()), "loss": no_number})
+    with pytest.raises(mh.Diverged, match=r"nan on rank [13] at step 0"):
+        mh.train(task, mh.bsp(), team=TWO, workers=4, steps=10)
+
+
+def no_number(out, target):
+    return (out - target).square().mean() * float("nan")
+
+
+def test_a_grid_is_made_of_a_method_and_a_team():
+    grid = over_team(mh.ssp(staleness=3), "piped(2)")
+    assert isinstance(grid, Grid) and grid.replicas(8) == 4
