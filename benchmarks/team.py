@@ -1,6 +1,6 @@
 """A method over teams of ranks, over the same method with single workers: what the grid itself costs.
 
-team-of-one-over-worker   MLP of 10 M parameters, bsp, 2 workers through shared memory: each worker is a team of one rank
+team-of-one-over-worker   MLP of 10 M parameters, bsp, 2 workers in shared memory: each worker is a team of one rank
 
 Both sides are loops of `hands.step` with the same model, data, seeds and batch size, and every process has one thread.
 """

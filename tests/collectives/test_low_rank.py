@@ -1,5 +1,7 @@
 """PowerSGD's sum: two thin matrices, and what they do not contain is remembered by the workers."""
 
+import random
+
 import pytest
 import torch
 from summing import NUMEL, WHOLE, added, all_gradients, bits, gradient, left, states_of, sums_of, worker

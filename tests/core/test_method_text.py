@@ -50,7 +50,7 @@ def test_the_texts_of_knobs_are_those_after_the_colon():
         ("ssp:lr=fast", "lr is 'fast', but must be a number"),
         ("ssp:cache=perhaps", "cache is 'perhaps', but must be true or false"),
         ("d-psgd:graph=tangle", "graph is 'tangle', but must be "),
-        ("ssp:codec=tpk(0.01)", "there is no codec or rule 'tpk'"),
+        ("ssp:codec=tpk(0.01)", "there is no codec, rule or team 'tpk'"),
         ("bsp:lr=0.1,rule=sgd(0.1)", "the rule has a learning rate of its own"),
     ],
 )

@@ -12,7 +12,7 @@ from manyhands.run.join import Hands
 from manyhands.virtual.world import simulate
 
 DATA = TensorDataset(torch.zeros(8, 1), torch.zeros(8, 1))
-SILENT = {"traits", "programs", "check", "remarks", "replicas", "notes"}
+SILENT = {"traits", "kind", "with_rule", "programs", "check", "remarks", "replicas", "notes", "share_budget"}
 """Asked about the strategy, not part of the life of a rank."""
 CALLS: list[tuple[int, str]] = []
 """Filled by `Spy`: module-level, since each rank has a copy of its strategy."""

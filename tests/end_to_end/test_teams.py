@@ -272,7 +272,7 @@ def test_every_other_method_is_resumed_over_teams(name, tmp_path):
 
 @pytest.mark.parametrize("rank", range(6))
 @pytest.mark.parametrize("name", SURVIVORS)
-def test_a_lost_member_takes_its_team_along_and_the_others_go_on(name, rank):
+def test_a_lost_member_takes_its_team_along_and_the_others_continue(name, rank):
     """Whenever it is lost: in a forward pass, a backward pass, a pull, an exchange, a grant, or at the end."""
     (make, place), mate = SURVIVORS[name], rank ^ 1
     settings = {"workers": 6, "of": task(samples=48, model=model), "steps": 10, "team": mh.piped(2, micro_batches=2)}

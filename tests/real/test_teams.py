@@ -46,7 +46,7 @@ def test_downpour_over_teams_loses_a_stage_and_finishes(rank, tmp_path, quickly)
 
 
 @pytest.mark.parametrize(("make", "link"), [(mh.ssp, "shm"), (mh.ad_psgd, "tcp"), (mh.gossip, "shm")])
-def test_a_team_without_a_member_ends_and_the_others_go_on(make, link, tmp_path, caplog, quickly):
+def test_a_team_without_a_member_ends_and_the_others_continue(make, link, tmp_path, caplog, quickly):
     strike = Strike(kill, tmp_path, rank=3)
     result = mh.train(small(), struck_team(make(lr=0.01), strike), workers=4, link=link, steps=30)
     assert dict(result.lost) == {3: KILLED, 2: "its team has lost rank 3"}

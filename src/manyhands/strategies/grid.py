@@ -42,7 +42,7 @@ TEAM_WATCH = Tag("team-watch", carries="nothing")
 """Never sent: a receive of it waits for the loss of a member."""
 
 
-class Row(Subgroup):
+class TeamRow(Subgroup):
     """The members of a team. If one is lost, this rank ends as lost, where `ends_as_lost`."""
 
     ends_as_lost = False
@@ -131,7 +131,7 @@ class Grid(Strategy):
         first = w.rank - w.rank % size
         self.me = self._member(w, w.rank - first)
         self.me.timer, self.me.random = w.timer, w.random
-        self.row = Row(w.transport, range(first, first + size), f"team{w.replica}")
+        self.row = TeamRow(w.transport, range(first, first + size), f"team{w.replica}")
         self.row.ends_as_lost = self.outer.traits.on_worker_loss == "continues"
         if self.row.ends_as_lost and size > 1:
             w.transport.spawn(self.row.watch, daemon=True)

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.runtime.membership import error_codec
@@ -114,10 +114,13 @@ class ControlClient:
         self._ended = True
         self._channel.send("left")
 
-    def lost(self, why: str) -> None:
-        """Report that this rank ends as if it had died; the others may continue without it."""
+    def end_as_lost(self, why: str) -> NoReturn:
+        """Report that this process ends as if it had been killed, and end it; the others may continue without it."""
         self._ended = True
         self._channel.send("lost", {"why": why})
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def failed(self, error: BaseException) -> None:
         """Report that `error` ends this rank, and thereby the run."""

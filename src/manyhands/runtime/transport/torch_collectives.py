@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from manyhands.core.errors import PeerLost
+from manyhands.core.errors import ManyhandsError, PeerLost
 from manyhands.core.port import ReduceOp, Tag, even_spans, recv
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class TorchCollective:
     """Collectives of a process group over `group`, made at the first call."""
 
     def __init__(self, transport: RealTransport, group: Sequence[int]) -> None:
+        if transport.rank not in group:
+            raise ManyhandsError(f"rank {transport.rank} is not in the group {list(group)}")
         self._t = transport
         self._ranks = sorted(group)
         self._index = self._ranks.index(transport.rank)
