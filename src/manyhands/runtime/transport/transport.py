@@ -146,7 +146,7 @@ class RealTransport:
             raise PeerLost(message.frm, f"it sent garbage: {error}") from None
 
     def _times(self) -> ActivityTimes:
-        return getattr(self._local, "activity", self._main)  # type: ignore[no-any-return]
+        return getattr(self._local, "activity", self._main)
 
     def _deliver(self, message: RealMessage, latest: bool) -> None:
         if not latest:
