@@ -39,7 +39,8 @@ class Task:
         epochs: how long to train by default.
         work: floating-point operations of forward and backward for one sample; None: they are counted (core/work.py).
             If given, each layer has its counted share of them.
-        sizes_only: the model is on the meta device and never trained: to simulate times only. A sample is meta tensors.
+        sizes_only: the model is on the meta device and never trained: to simulate times only. Of the data only the number
+            of samples and the sizes of the first one are used.
         gradient: `gradient(model, *fields)`, instead of a loss that autograd can differentiate: returns the loss to
             report, and gradients by parameter name.
     """
@@ -91,7 +92,7 @@ class Task:
         if self.gradient is not None:
             return estimate(model, "the task computes its gradient without autograd")
         try:
-            fields = example(self.data)
+            fields = example(self.data, "meta" if self.sizes_only else None)
             return complete(model, count_work(model, fields if self.loss is None else fields[:-1]))
         except Exception as error:  # of the data set or the model, which may be anything
             return estimate(model, f"a forward pass over the first sample failed: {type(error).__name__}: {error}")

@@ -39,11 +39,11 @@ OnCall = Callable[[str, nn.Module, Any, Any], None]
 """Takes the name of a module, the module, its inputs and its outputs."""
 
 
-def example(data: Any) -> tuple[Any, ...]:
-    """The fields of a mini-batch that has the first sample of a data set twice."""
+def example(data: Any, device: str | None = None) -> tuple[Any, ...]:
+    """The fields of a mini-batch that has the first sample of a data set twice, on another device if one is given."""
     sample = data[0]
     fields = sample if isinstance(sample, tuple | list) else (sample,)
-    return tuple(default_collate([tuple(fields)] * SAMPLES))
+    return tuple(field.to(device) for field in default_collate([tuple(fields)] * SAMPLES))
 
 
 def count_work(model: nn.Module, inputs: Sequence[Any], on_call: OnCall | None = None) -> dict[str, Work]:
