@@ -39,8 +39,8 @@ class Task:
         epochs: how long to train by default.
         work: floating-point operations of forward and backward for one sample; None: they are counted (core/work.py).
             If given, each layer has its counted share of them.
-        sizes_only: the model is on the meta device and never trained: to simulate times only. Of the data only the number
-            of samples and the sizes of the first one are used.
+        sizes_only: the model is on the meta device and never trained: to simulate times only. Of the data only the
+            number of samples and the sizes of the first one are used.
         gradient: `gradient(model, *fields)`, instead of a loss that autograd can differentiate: returns the loss to
             report, and gradients by parameter name.
     """
@@ -88,12 +88,16 @@ class Task:
             self._counted.append(replace(self._count(model), given=self.work))
         return self._counted[0]
 
+    def example_inputs(self) -> tuple[Any, ...]:
+        """The inputs of the model for a few samples, as many as work is counted on."""
+        fields = example(self.data, "meta" if self.sizes_only else None)
+        return fields if self.loss is None else fields[:-1]
+
     def _count(self, model: nn.Module) -> ModelWork:
         if self.gradient is not None:
             return estimate(model, "the task computes its gradient without autograd")
         try:
-            fields = example(self.data, "meta" if self.sizes_only else None)
-            return complete(model, count_work(model, fields if self.loss is None else fields[:-1]))
+            return complete(model, count_work(model, self.example_inputs()))
         except Exception as error:  # of the data set or the model, which may be anything
             return estimate(model, f"a forward pass over the first sample failed: {type(error).__name__}: {error}")
 

@@ -74,6 +74,11 @@ class ModelWork:
         work = self._counted if names is None else sum((self.modules.get(name, Work()) for name in names), Work())
         return work / (self._counted.total or 1.0)
 
+    def of(self, name: str) -> Work:
+        """The operations of one module."""
+        work = self.modules.get(name, Work())
+        return work if self.given is None else work / (self._counted.total / self.given)
+
     def backward_shares(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """What each of these parameters, given by name and size, has of the backward pass; the sum is 1.
 

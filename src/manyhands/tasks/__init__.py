@@ -1,4 +1,4 @@
-"""Small tasks to train: eight built-in ones by name, your own as "module:function"."""
+"""Tasks to train: built-in ones by name, your own as "module:function"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from types import ModuleType
 from manyhands.core.errors import Refused, unknown
 from manyhands.core.task import Task
 
-NAMES = ("digits", "mnist", "text", "regression", "rbm", "rnn", "sparse", "vgg16")
+TRAINED = ("digits", "mnist", "cnn", "resnet-small", "text", "regression", "rbm", "rnn", "sparse")
+SIZES_ONLY = ("alexnet", "googlenet", "vgg16")
+"""Networks for ImageNet, to simulate times only."""
+NAMES = (*TRAINED, *SIZES_ONLY)
 
 
 def load(name: str, data: Path | None = None) -> Task:
@@ -25,7 +28,8 @@ def load(name: str, data: Path | None = None) -> Task:
         return _yours(name, data)
     if name not in NAMES:
         raise unknown("task", name, [*NAMES, "module:function"])
-    task: Task = getattr(importlib.import_module(f"{__name__}.{name}"), name)(data)
+    function = name.replace("-", "_")  # the name of the module, too
+    task: Task = getattr(importlib.import_module(f"{__name__}.{function}"), function)(data)
     return task
 
 
