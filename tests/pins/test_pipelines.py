@@ -94,7 +94,7 @@ def test_a_stage_keeps_no_more_versions_than_it_must(digits64):
 
 
 def test_gpipe_lasts_as_long_as_its_picture(digits64):
-    """(M + K - 1) tF + (M + K - 2) tB + tB' per mini-batch with links that cost nothing; tB = 2 tF, at stage 0 tB' = tF."""
+    """(M + K - 1) tF + (M + K - 2) tB + tB' if links cost nothing; tB = 2 tF, and tB' = tF is that of stage 0."""
     task = chain(4)
     task = mh.Task(task.model, task.data, task.loss, batch_size=4, work=50e9)
     cluster = mh.Cluster(workers=4, latency=0, bandwidth="inf")

@@ -1,12 +1,12 @@
 """AlexNet on ImageNet-1K: sizes only, for virtual time.
 
-The original network of 60,965,224 parameters. It was divided over two GPUs: in the convolutions 2, 4 and 5 each half of
-the channels sees only its own half of the previous layer, which is `groups=2` here.
+The original network of 60,965,224 parameters. It was divided over two GPUs: in the convolutions 2, 4 and 5 each half
+of the channels sees only its own half of the previous layer, which is `groups=2` here.
 
-Reference: A. Krizhevsky, I. Sutskever, G. Hinton, "ImageNet classification with deep convolutional neural networks", 2012,
-https://doi.org/10.1145/3065386. That convolutions have few of the weights and do most of the work, so that they should be
-trained data-parallel and the other layers model-parallel, is the point of A. Krizhevsky, "One weird trick for
-parallelizing convolutional neural networks", 2014, https://arxiv.org/abs/1404.5997.
+Reference: A. Krizhevsky, I. Sutskever, G. Hinton, "ImageNet classification with deep convolutional neural networks",
+2012, https://doi.org/10.1145/3065386. A. Krizhevsky, "One weird trick for parallelizing convolutional neural networks",
+2014, https://arxiv.org/abs/1404.5997: convolutions have about 5 % of the weights and do 90 to 95 % of the work, so they
+are trained data-parallel and the other layers model-parallel. In this network they have 3.8 % and do 91.5 %.
 """
 
 from __future__ import annotations

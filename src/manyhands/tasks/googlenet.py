@@ -34,7 +34,7 @@ MODULES = (
     ),
     ((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
 )
-"""Channels of the modules 3a, 3b | 4a to 4e | 5a, 5b: 1 x 1, reduction and 3 x 3, reduction and 5 x 5, after the pooling."""
+"""Channels of modules 3a, 3b | 4a to 4e | 5a, 5b: of 1 x 1, reduction and 3 x 3, reduction and 5 x 5, after pooling."""
 
 
 class Inception(nn.Module):

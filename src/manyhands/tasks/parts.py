@@ -26,7 +26,7 @@ def mlp(*sizes: int) -> nn.Sequential:
 
 
 def he_initialised(model: Model) -> Model:
-    """The model with new weights in its linear layers and convolutions: the variance of ReLU's inputs stays the same."""
+    """The model with new weights in its linear layers and convolutions, which keep the variance of what ReLU gets."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
