@@ -246,7 +246,7 @@ def test_copies_and_files_of_a_model_have_no_data():
     assert len(pickle.dumps(model)) < 10_000
     assert "not built by a task" in work_of(deepcopy(model)).why_estimated
     work_of(model)
-    assert pickle.loads(pickle.dumps(load("digits"))).count_work(load("digits").build(0)).total == 184_064
+    assert pickle.loads(pickle.dumps(load("digits"))).counted_work(load("digits").build(0)).total == 184_064
 
 
 def test_counting_does_not_import_the_compiler():

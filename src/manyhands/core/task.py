@@ -79,10 +79,10 @@ class Task:
         with torch.device("meta") if self.sizes_only else nullcontext():
             model = self.model()
         refuse_uninitialised(model)
-        vars(model)[WorkSource.NAME] = WorkSource(self.count_work)
+        vars(model)[WorkSource.NAME] = WorkSource(self.counted_work)
         return model
 
-    def count_work(self, model: nn.Module) -> ModelWork:
+    def counted_work(self, model: nn.Module) -> ModelWork:
         """The work of a model that this task has built; counted once, since all of them are alike."""
         if not self._counted:
             self._counted.append(replace(self._count(model), given=self.work))

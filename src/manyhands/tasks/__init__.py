@@ -7,9 +7,12 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from manyhands.core.errors import Refused, unknown
-from manyhands.core.task import Task
+
+if TYPE_CHECKING:
+    from manyhands.core.task import Task
 
 TRAINED = ("digits", "mnist", "cnn", "resnet-small", "text", "regression", "rbm", "rnn", "sparse")
 SIZES_ONLY = ("alexnet", "googlenet", "vgg16")
@@ -39,6 +42,8 @@ def _yours(name: str, data: Path | None) -> Task:
         raise Refused(f'the task is "{name}", but must be "module:function"')
     if data is not None:
         raise Refused(f'the task "{name}" finds its data itself: leave out --data {data}')
+    from manyhands.core.task import Task  # here, so that the names of the tasks are known without torch
+
     function = getattr(_module(module_name), function_name, None)
     if not callable(function):
         raise Refused(f'the module "{module_name}" has no function "{function_name}"')
