@@ -26,13 +26,14 @@ MAY_IMPORT = {
     **{part: {"core", "codecs", "rules", "consistency"} for part in TALK},
     "virtual": {"core"},
     "tasks": {"core"},
+    "cost": {"core"},
     "report": {"core", "__version__"},
     "strategies": {"core", *PARTS, *TALK},
     "catalog": METHODS,
     "runtime": {"core"},
     "engines": {*METHODS, "virtual", "tasks", "runtime"},
     "run": {*METHODS, "catalog", "virtual", "tasks", "report", "engines", "runtime"},
-    "cli": {*METHODS, "virtual", "tasks", "report", "run", "engines", "catalog", "runtime", "__version__"},
+    "cli": {*METHODS, "virtual", "tasks", "cost", "report", "run", "engines", "catalog", "runtime", "__version__"},
 }
 """What each folder, or module at the top, may import besides itself. `__init__` may import everything but the cli."""
 

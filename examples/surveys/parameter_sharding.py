@@ -30,6 +30,7 @@ import manyhands as mh
 from manyhands.core.flat import Flat
 from manyhands.core.port import REFERENCE_FLOPS
 from manyhands.core.sharding import WAYS
+from manyhands.core.work import work_of
 from manyhands.tasks import load
 
 WORKERS = (1, 2, 4, 8)
@@ -86,7 +87,7 @@ def fitted_seconds(rule: str) -> float:
 def run(rule: str, workers: int, compute_seconds: float, steps: int) -> float:
     """Seconds of a step in the virtual cluster: the mean of `steps` steps after the first."""
     task = load("vgg16")
-    speed = task.batch_size * task.work / REFERENCE_FLOPS / compute_seconds
+    speed = task.batch_size * work_of(task.build(0)).total / REFERENCE_FLOPS / compute_seconds
     cluster = mh.Cluster(workers, servers_of(workers), bandwidth=BANDWIDTH, speeds=[speed] * workers)
     result = mh.train(task, mh.bsp_server(shard=rule), cluster=cluster, steps=steps + 1)
     first, last = (max(x["time"] for x in result.records if x.get("step") == n) for n in (1, steps + 1))

@@ -64,3 +64,53 @@ def test_a_lazy_layer_trains_after_a_forward_pass():
     lazy = Task(model=ready, data=TASK.data * 2, loss=nn.functional.mse_loss, batch_size=1)
     result = mh.train(lazy, mh.bsp(), cluster=mh.Cluster(workers=2), steps=1)
     assert result.weights["0.weight"].shape == (3, 2)
+
+
+# --- the time of the passes
+
+
+def firing(task, samples=4):
+    """The virtual time of the end of the gradient, and when each parameter's bucket was fired."""
+    seconds = {}
+
+    def run(transport):
+        w = Worker(transport, task, task.build(0), seed=0, steps=1, batch_size=samples)
+        slots = {slot.span: slot.name for slot in w.flat.slots}
+        w.gradient(
+            torch.utils.data.default_collate([task.data[0]] * samples),
+            lambda span: seconds.update({slots[span]: w.transport.now()}),
+        )
+        return transport.now()
+
+    return *simulate(mh.Cluster(workers=1), run).results, seconds
+
+
+def test_a_bucket_fires_when_its_part_of_the_backward_pass_is_over(monkeypatch):
+    """Nearly all bytes are ready before most of the work: the linear layer is last in the model and cheap."""
+    monkeypatch.setattr("manyhands.core.flat.Flat.buckets.__defaults__", (1,))
+    data = [(torch.zeros(1, 8, 8), torch.zeros(10))]
+    make = lambda: nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(512, 10)
+    )  # noqa: E731
+    whole, seconds = firing(Task(make, data, nn.functional.mse_loss))
+    first, second, linear = 2 * 8 * 9 * 64, 2 * 8 * 8 * 9 * 64, 2 * 512 * 10
+    reference = 4 / 50e9
+    forward = first + second + linear
+    assert list(seconds) == ["3.bias", "3.weight", "1.bias", "1.weight", "0.bias", "0.weight"]
+    assert seconds["3.weight"] == pytest.approx((forward + 2 * linear) * reference)
+    assert seconds["1.weight"] == pytest.approx((forward + 2 * linear + 2 * second) * reference)
+    assert whole == seconds["0.weight"] == pytest.approx((forward + 2 * linear + 2 * second + first) * reference)
+
+
+def test_a_real_worker_counts_nothing():
+    class Real:
+        rank, size, pending_ranks, roles, is_simulated = 0, 1, (), ["worker"], False
+
+        def now(self):
+            return 0.0
+
+        waited = sending = now
+
+    w = Worker(Real(), TASK, TASK.build(0), seed=0, steps=1, batch_size=1)
+    assert w.work is None and w.share_of(w.model).total == 0
+    w.charge_passes(1)

@@ -96,13 +96,13 @@ def test_a_stage_keeps_no_more_versions_than_it_must(digits64):
 
 
 def test_gpipe_lasts_as_long_as_its_picture(digits64):
-    """(M + K - 1)(tF + tB) per mini-batch on equal stages with links that cost nothing."""
+    """(M + K - 1) tF + (M + K - 2) tB + tB' if links cost nothing; tB = 2 tF, and tB' = tF is that of stage 0."""
     task = chain(4)
     task = mh.Task(task.model, task.data, task.loss, batch_size=4, work=50e9)
     cluster = mh.Cluster(workers=4, latency=0, bandwidth="inf")
     result = mh.train(task, mh.gpipe(micro_batches=4), cluster=cluster, steps=1)
-    per_micro_batch = 1 / 4  # seconds of one stage's forward and backward for one of four samples
-    assert result.seconds == pytest.approx((4 + 4 - 1) * per_micro_batch, rel=1e-6)
+    tF = 1 / (4 * 1 + 3 * 2 + 1)  # seconds for one of four samples, which take a second at all stages together
+    assert result.seconds == pytest.approx((4 + 4 - 1) * tF + (4 + 4 - 2) * 2 * tF + tF, rel=1e-6)
 
 
 @pytest.mark.parametrize("make", [mh.gpipe, mh.pipedream])

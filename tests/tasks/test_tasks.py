@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+import manyhands as mh
 from manyhands.core.errors import Refused
+from manyhands.core.work import work_of
 from manyhands.splits.data import Share
 from manyhands.tasks import NAMES, load
+from manyhands.tasks.googlenet import Inception
 from manyhands.tasks.mnist import FILES
 from manyhands.tasks.parts import accuracy
 from manyhands.tasks.rbm import Boltzmann, contrastive_divergence
@@ -40,7 +43,7 @@ def score(task, model):
         return task.metric(model(x), y)
 
 
-NO_CHAINS = ("rbm", "rnn", "sparse")
+NO_CHAINS = ("rbm", "resnet-small", "rnn", "sparse")
 """They cannot be cut into layers that follow each other."""
 
 
@@ -281,32 +284,92 @@ def test_recurrent_and_plain_text_have_the_same_data(tmp_path):
     assert refused(load, "rnn", None).startswith("the task rnn needs --data FILE")
 
 
-# --- vgg16
+# --- networks for ImageNet
 
 
-def test_vgg16_has_the_sizes_of_the_paper_and_no_numbers():
-    task = load("vgg16")
-    assert task.sizes_only
-    assert parameters(task) == 138_357_544
-    assert {parameter.device.type for parameter in task.build(0).parameters()} == {"meta"}
-    assert len(task.data) == 1_281_167
-    assert task.work == 6 * 15_470_264_320
-    assert task.build(0)(torch.empty(2, 3, 224, 224, device="meta")).shape == (2, 1000)
-    assert refused(task.data.__getitem__, 0) == "this task has sizes only, no samples: run it in virtual time"
+@pytest.mark.parametrize(
+    ("name", "side", "count", "multiply_adds", "first"),
+    [
+        ("alexnet", 227, 60_965_224, 724_406_816, 105_415_200),
+        ("googlenet", 224, 6_998_552, 1_582_671_872, 118_013_952),
+        ("vgg16", 224, 138_357_544, 15_470_264_320, 86_704_128),
+    ],
+)
+def test_networks_for_imagenet_have_the_sizes_of_the_paper_and_no_numbers(name, side, count, multiply_adds, first):
+    """Three passes for each layer but the first, which needs no gradient of the image."""
+    task = load(name)
+    model = task.build(0)
+    assert task.sizes_only and len(task.data) == 1_281_167
+    assert parameters(task) == count
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    image, label = task.data[0]
+    assert (image.shape, label.dtype, image.device.type) == ((3, side, side), torch.int64, "meta")
+    assert model(torch.empty(2, 3, side, side, device="meta")).shape == (2, 1000)
+    assert work_of(model).total == 6 * multiply_adds - 2 * first
+
+
+def test_googlenet_is_22_layers_deep():
+    layers = [module for module in load("googlenet").build(0).modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    branches = [module for module in load("googlenet").build(0) if isinstance(module, Inception)]
+    assert len(branches) == 9 and len(layers) == 3 + 6 * 9 + 1
+    assert 3 + 2 * len(branches) + 1 == 22
+
+
+def test_half_of_the_channels_of_alexnet_see_half_of_the_layer_before():
+    convolutions = [module for module in load("alexnet").build(0) if isinstance(module, nn.Conv2d)]
+    assert [module.groups for module in convolutions] == [1, 2, 1, 2, 2]
+
+
+# --- networks with convolutions
+
+
+@pytest.mark.parametrize("name", ["cnn", "resnet-small"])
+def test_images_of_digits_are_those_of_the_digits(name, tmp_path):
+    task, mnist = load(name), load(name, write_mnist(tmp_path))
+    assert task.data.tensors[0].shape == (1437, 1, 8, 8) and mnist.data.tensors[0].shape == (3, 1, 28, 28)
+    assert torch.equal(task.test.tensors[0].flatten(1), load("digits").test.tensors[0])
+    assert (task.name, mnist.name) == (name, name) and mnist.epochs < task.epochs
+    for one in (task, mnist):
+        assert one.build(0)(one.data.tensors[0][:2]).shape == (2, 10)
+    assert "there is no file" in refused(load, name, tmp_path / "none")
+
+
+@pytest.mark.parametrize("name", ["digits", "cnn", "resnet-small"])
+def test_digits_are_learned_by_two_workers_in_the_epochs_of_the_task(name):
+    assert mh.train(name, mh.bsp(), cluster=mh.Cluster(workers=2)).test_accuracy > 0.95
+
+
+def test_a_small_cnn_computes_in_convolutions_and_has_its_weights_elsewhere():
+    work = work_of(load("cnn").build(0))
+    assert work.share(["0", "3"]).total > 0.85
+    sizes = {name: p.numel() for name, p in load("cnn").build(0).named_parameters()}
+    assert sizes["0.weight"] + sizes["3.weight"] < 0.4 * sum(sizes.values())
+
+
+def test_a_residual_network_has_statistics_and_is_no_chain():
+    model = load("resnet-small").build(0)
+    assert sum(name.endswith("running_mean") for name, _ in model.named_buffers()) == 7
+    assert not isinstance(model, nn.Sequential)
+    block = model.blocks[0].eval()
+    with torch.no_grad():
+        for norm in (block.first_norm, block.second_norm):
+            norm.weight.zero_()
+    x = torch.rand(2, 16, 8, 8)
+    assert torch.equal(block(x), x), "without its convolutions a block is the identity on what is not negative"
 
 
 # --- by name
 
 
-@pytest.mark.parametrize("name", ["digits", "regression", "rbm", "sparse", "vgg16"])
+@pytest.mark.parametrize("name", ["digits", "regression", "rbm", "sparse", "alexnet", "googlenet", "vgg16"])
 def test_data_that_would_not_be_read_is_refused(name, tmp_path):
     assert refused(load, name, tmp_path) == f'the task "{name}" reads no files: leave out --data {tmp_path}'
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
     assert refused(load, "digit") == "there is no task 'digit': did you mean digits?"
-    names = "digits, mnist, text, regression, rbm, rnn, sparse, vgg16, module:function"
-    assert refused(load, "zzz") == f"there is no task 'zzz': known are {names}"
+    names = "digits, mnist, cnn, resnet-small, text, regression, rbm, rnn, sparse, alexnet, googlenet, vgg16"
+    assert refused(load, "zzz") == f"there is no task 'zzz': known are {names}, module:function"
 
 
 @pytest.fixture

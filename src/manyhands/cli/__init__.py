@@ -20,6 +20,7 @@ VERBS = {
     "report": ("report", "make one page of the records of runs"),
     "list": ("listing", "all methods, their families and papers"),
     "explain": ("explain", "one method's card: what it does, its traits, knobs, paper and loops"),
+    "cost": ("cost", "parameters, work, storage and parallelism of each layer of a task's model"),
     "bench": ("bench", "measure this installation against its goals"),
     "env": ("env", "versions and machine: what to paste into a bug report"),
 }
@@ -43,6 +44,7 @@ examples:
   manyhands train ssp --workers 2 --staleness 3
   manyhands train downpour --virtual --workers 8 --json
   manyhands run -n 4 train.py
+  manyhands cost vgg16
   manyhands report runs
 
 exit codes: 0 done, 1 error, 2 bad usage or refused, 3 a peer was lost, 4 training diverged, 130 interrupted (Ctrl-C),

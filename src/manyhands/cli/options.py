@@ -13,6 +13,7 @@ from manyhands.cli.usage import parse
 from manyhands.core import part_text
 from manyhands.core.method_index import Knob, Method
 from manyhands.core.method_text import knobs_of, read_method, refuse_two_rates
+from manyhands.tasks import NAMES
 
 ABOUT = """{summary}
 
@@ -34,9 +35,7 @@ def option(text: str, default: str | None = None, metavar: str | None = None) ->
 class CommonOptions:
     """Options of every method: where the run takes place, and how long it is."""
 
-    task: Annotated[
-        str, option("digits, mnist, text, regression, rbm, rnn, sparse, vgg16, or your own as module:function")
-    ] = "digits"
+    task: Annotated[str, option(f"{', '.join(NAMES)}, or your own as module:function")] = "digits"
     workers: Annotated[int | None, option("how many workers", "2; 4 if virtual, or the cluster file's", "INT")] = None
     servers: Annotated[int | None, option("how many server ranks", "0, or the cluster file's", "INT")] = None
     steps: Annotated[int | None, option("updates of workers x batch size samples", "see --epochs", "INT")] = None

@@ -25,10 +25,7 @@ class ReadyBuckets:
         self._fired = fired
         self._next = 0
         self._bucket_of = {
-            slot.param_id: number
-            for slot in slots
-            for number, (group, start, stop) in enumerate(buckets)
-            if slot.span.group == group and start <= slot.span.start < stop
+            slot.param_id: number for slot in slots for number, bucket in enumerate(buckets) if bucket.holds(slot.span)
         }
         self._missing = [0] * len(buckets)
         for number in self._bucket_of.values():

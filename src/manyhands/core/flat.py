@@ -46,6 +46,10 @@ class Span(NamedTuple):
     def numel(self) -> int:
         return self.stop - self.start
 
+    def holds(self, other: Span) -> bool:
+        """Whether the first element of another span is in this one."""
+        return self.group == other.group and self.start <= other.start < self.stop
+
 
 class ParamSlot(NamedTuple):
     """The slice of the flat model that a parameter has; `param_id` is its number within the model."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from manyhands.core.worker import FORWARD_SHARE, Worker
+from manyhands.core.worker import Worker
 
 
 class Stage:
@@ -26,7 +26,7 @@ class Stage:
         self._names = [own[id(parameters[slot.name])] for slot in w.flat.slots]
         self.live: list[Tensor] = [parameters[slot.name] for slot in w.flat.slots]
         """The current parameters of the stage, in the order of the flat model."""
-        self._size = sum(p.numel() for p in module.parameters())
+        self._share = w.share_of(module)
         self._saved: dict[int, tuple[Tensor, Tensor, list[Tensor]]] = {}
 
     def forward(
@@ -39,7 +39,7 @@ class Stage:
                 out = self._run(x, weights)
                 out = out if loss is None else loss(out)
             self._saved[m] = x, out, weights
-            self._w.charge_passes(len(x), FORWARD_SHARE, self._size)
+            self._w.charge_passes(len(x), self._share.forward)
         return out.detach()
 
     def _run(self, x: Tensor, weights: list[Tensor]) -> Tensor:
@@ -60,5 +60,5 @@ class Stage:
             for slot, g in zip(self._w.flat.slots, grads, strict=False):
                 if g is not None:
                     self._w.flat.put(slot, g)
-            self._w.charge_passes(len(x), 1 - FORWARD_SHARE, self._size)
+            self._w.charge_passes(len(x), self._share.backward)
         return grads[-1] if x.requires_grad else None

@@ -1,9 +1,9 @@
 """Worker: what a strategy sees of its own rank. It owns the model; only here and in stage.py is a model run.
 
 In virtual time the forward and the backward pass are computed at once, and their duration is charged afterwards: first
-that of the forward pass, then each bucket's share of the backward pass. After each bucket `fired(bucket)` is called, so
-that a strategy can send it while the rest is still being computed. In real processes `fired` is called as soon as the
-gradients of a bucket are complete.
+that of the forward pass, then each bucket's share of the backward pass, both by their operations (core/work.py). After
+each bucket `fired(bucket)` is called, so that a strategy can send it while the rest is still being computed. In real
+processes `fired` is called as soon as the gradients of a bucket are complete.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from manyhands.core.step_timer import StepTimer
 from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
 from manyhands.core.vector_ops import vector_ops
+from manyhands.core.work import Work, work_of
 
 if TYPE_CHECKING:
     from manyhands.core.team import Team
-
-FORWARD_SHARE = 1 / 3
-"""Of the work of a training step: the backward pass takes twice as long as the forward pass."""
 
 Layouts = dict[tuple[tuple[str, ...], tuple[tuple[str, ...], ...]], Flat]
 """Flat models by the names of their parameters and of the parameter groups."""
@@ -106,6 +104,8 @@ class Worker:
         self.ops = vector_ops(transport)
         """Operations on vectors like the weights, whose time is charged if it is simulated."""
         self.random = random.Random(f"{seed}/{self.replica}")
+        self.work = work_of(model) if transport.is_simulated else None
+        """What virtual seconds follow; None in real processes, whose passes take their own time."""
 
     @property
     def replica(self) -> int:
@@ -146,10 +146,6 @@ class Worker:
             self._layouts[key] = Flat(included, param_groups)
         return self._layouts[key]
 
-    @cached_property
-    def _parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
-
     @property
     def lead(self) -> int:
         """The lowest living worker rank: it evaluates and saves."""
@@ -186,21 +182,35 @@ class Worker:
                 self._charge_buckets(samples, fired)
         return loss
 
-    def charge_passes(self, samples: int, share: float = 1.0, parameters: int | None = None) -> None:
-        """Charge the time of a forward and a backward pass, or a share of it, with all parameters or this many.
-
-        Real passes have taken their time already.
-        """
-        if self.transport.is_simulated:
-            self.transport.charge_compute(self.seconds(samples, parameters) * share)
+    def charge_passes(self, samples: int, share: float = 1.0) -> None:
+        """Charge the time of a forward and a backward pass, or a share of it; real passes have taken theirs already."""
+        if self.work is not None:
+            self.transport.charge_compute(samples * self.work.total * share / REFERENCE_FLOPS)
 
     def _charge_buckets(self, samples: int, fired: Callable[[Span], None]) -> None:
         """Charge the time of both passes, and fire each bucket when its share of the backward pass is over."""
-        charge, seconds, numel = self.transport.charge_compute, self.seconds(samples), self.flat.numel
-        charge(seconds * FORWARD_SHARE)
-        for bucket in self.flat.buckets():
-            charge(seconds * (1 - FORWARD_SHARE) * bucket.numel / numel)
+        forward, backward = self._pass_shares
+        self.charge_passes(samples, forward)
+        for bucket, share in zip(self.flat.buckets(), backward, strict=True):
+            self.charge_passes(samples, share)
             fired(bucket)
+
+    @cached_property
+    def _pass_shares(self) -> tuple[float, list[float]]:
+        """What the forward pass, and the backward pass of each bucket, have of the work of both passes."""
+        assert self.work is not None
+        whole = self.work.share()
+        sizes = {slot.name: slot.span.numel for slot in self.flat.slots}
+        shares = self.work.backward_shares(sizes)
+        inside = [[slot.name for slot in self.flat.slots if bucket.holds(slot.span)] for bucket in self.flat.buckets()]
+        return whole.forward, [whole.backward * sum(shares[name] for name in names) for names in inside]
+
+    def share_of(self, module: nn.Module) -> Work:
+        """What a part of the model has of the work of both passes; nothing in real processes."""
+        if self.work is None:
+            return Work()
+        parts = {id(part) for part in module.modules()}
+        return self.work.share(name for name, part in self.model.named_modules() if id(part) in parts)
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
         ready = ReadyBuckets(self.flat.buckets(), self.flat.slots, fired) if fired else None
@@ -250,11 +260,6 @@ class Worker:
         if not math.isfinite(value):
             raise Diverged(self.rank, self.step, value)
         return value
-
-    def seconds(self, samples: int, parameters: int | None = None) -> float:
-        """How long a core of speed 1 computes both passes for these samples, with all parameters or this many."""
-        work = self.task.work or 6 * self._parameters
-        return samples * work * (1 if parameters is None else parameters / self._parameters) / REFERENCE_FLOPS
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -71,13 +71,16 @@ def wrapped(text: str, width: int = 24) -> str:
 
 def bytes_text(count: float | None) -> str:
     """Bytes as text, such as 3.2 MB."""
-    if count is None:
-        return ""
+    return "" if count is None else f"{amount_text(count)}B"
+
+
+def amount_text(count: float) -> str:
+    """A number with the prefix of a unit, such as 3.2 M, to be followed by it."""
     for prefix in PREFIXES:
         if abs(count) < 999.5 or prefix == PREFIXES[-1]:
             break
         count /= 1000
-    return f"{count:.3g} {prefix}B"
+    return f"{count:.3g} {prefix}"
 
 
 def seconds_text(value: float | None) -> str:

@@ -1,8 +1,11 @@
-"""Pipeline stages: an `nn.Sequential` cut into contiguous stages of about equal size.
+"""Pipeline stages: an `nn.Sequential` cut into contiguous stages of about equal work.
 
-The size of the largest stage is minimal (dynamic programming over the last cut):
+The work of the largest stage is minimal (dynamic programming over the last cut):
 
-    cost(j, k) = min over i < j of max(cost(i, k - 1), size of layers i .. j-1)
+    cost(j, k) = min over i < j of max(cost(i, k - 1), work of layers i .. j-1)
+
+Work is the operations of both passes (core/work.py). It is counted if a task has built the model. In an own loop it is
+estimated from the parameters, because there no sample is known before the first step.
 """
 
 from __future__ import annotations
@@ -13,39 +16,47 @@ from itertools import pairwise
 from torch import nn
 
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.work import work_of
 
 
 def stages(model: nn.Module, count: int) -> list[nn.Sequential]:
     """Cut a Sequential into `count` stages, each with at least one layer that has parameters."""
     if not isinstance(model, nn.Sequential):
         raise Refused(f"the model is a {type(model).__name__}, but a pipeline needs an nn.Sequential")
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in model]
-    trainable = sum(1 for size in sizes if size)
-    refuse_unless(
-        count <= trainable, "the number of stages", count, f"<= {trainable}, the number of layers with parameters"
-    )
-    cuts = [0, *_cuts(tuple(sizes), count), len(sizes)]
+    has_parameters = tuple(any(True for _ in layer.parameters()) for layer in model)
+    layers = sum(has_parameters)
+    refuse_unless(count <= layers, "the number of stages", count, f"<= {layers}, the number of layers with parameters")
+    cuts = [0, *_cuts(_layer_work(model), has_parameters, count), len(model)]
     cut = [nn.Sequential(*list(model)[start:stop]) for start, stop in pairwise(cuts)]
     _refuse_ties(cut)
     return cut
 
 
-def _cuts(sizes: tuple[int, ...], count: int) -> list[int]:
+def _layer_work(model: nn.Sequential) -> tuple[float, ...]:
+    """Operations of both passes for one sample, by layer."""
+    work = dict.fromkeys((name for name, _ in model.named_children()), 0.0)
+    for name, one in work_of(model).modules.items():
+        layer = name.partition(".")[0]
+        if layer in work:  # a Sequential with a forward pass of its own may compute products outside its layers
+            work[layer] += one.total
+    return tuple(work.values())
+
+
+def _cuts(work: tuple[float, ...], has_parameters: tuple[bool, ...], count: int) -> list[int]:
     """The first layers of stages 1, 2, ..."""
 
     @cache
     def best(stop: int, stages: int) -> tuple[float, tuple[int, ...]]:
         if stages == 1:
-            return (sum(sizes[:stop]) or float("inf")), ()
+            return (sum(work[:stop]) if any(has_parameters[:stop]) else float("inf")), ()
         options = []
         for start in range(stages - 1, stop):
-            size = sum(sizes[start:stop])
-            if size:
+            if any(has_parameters[start:stop]):
                 below, cuts = best(start, stages - 1)
-                options.append((max(below, size), (*cuts, start)))
+                options.append((max(below, sum(work[start:stop])), (*cuts, start)))
         return min(options, default=(float("inf"), ()))
 
-    return list(best(len(sizes), count)[1])
+    return list(best(len(work), count)[1])
 
 
 def _refuse_ties(cut: list[nn.Sequential]) -> None:

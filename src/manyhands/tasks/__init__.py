@@ -1,4 +1,4 @@
-"""Small tasks to train: eight built-in ones by name, your own as "module:function"."""
+"""Tasks to train: built-in ones by name, your own as "module:function"."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from manyhands.core.errors import Refused, unknown
-from manyhands.core.task import Task
 
-NAMES = ("digits", "mnist", "text", "regression", "rbm", "rnn", "sparse", "vgg16")
+if TYPE_CHECKING:
+    from manyhands.core.task import Task
+
+TRAINED = ("digits", "mnist", "cnn", "resnet-small", "text", "regression", "rbm", "rnn", "sparse")
+SIZES_ONLY = ("alexnet", "googlenet", "vgg16")
+"""Networks for ImageNet, to simulate times only."""
+NAMES = (*TRAINED, *SIZES_ONLY)
 
 
 def load(name: str, data: Path | None = None) -> Task:
@@ -25,7 +31,8 @@ def load(name: str, data: Path | None = None) -> Task:
         return _yours(name, data)
     if name not in NAMES:
         raise unknown("task", name, [*NAMES, "module:function"])
-    task: Task = getattr(importlib.import_module(f"{__name__}.{name}"), name)(data)
+    function = name.replace("-", "_")  # the name of the module, too
+    task: Task = getattr(importlib.import_module(f"{__name__}.{function}"), function)(data)
     return task
 
 
@@ -35,6 +42,8 @@ def _yours(name: str, data: Path | None) -> Task:
         raise Refused(f'the task is "{name}", but must be "module:function"')
     if data is not None:
         raise Refused(f'the task "{name}" finds its data itself: leave out --data {data}')
+    from manyhands.core.task import Task  # here, so that the names of the tasks are known without torch
+
     function = getattr(_module(module_name), function_name, None)
     if not callable(function):
         raise Refused(f'the module "{module_name}" has no function "{function_name}"')

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
 from manyhands.core.errors import Refused
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def mlp(*sizes: int) -> nn.Sequential:
@@ -18,11 +21,18 @@ def mlp(*sizes: int) -> nn.Sequential:
     """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
-        linear = nn.Linear(inputs, outputs)
-        nn.init.kaiming_uniform_(linear.weight, nonlinearity="relu")
-        nn.init.zeros_(linear.bias)
-        layers += [linear, nn.ReLU()]
+        layers += [he_initialised(nn.Linear(inputs, outputs)), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+def he_initialised(model: Model) -> Model:
+    """The model with new weights in its linear layers and convolutions, which keep the variance of what ReLU gets."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_uniform_(layer.weight, nonlinearity="relu")
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return model
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> float:

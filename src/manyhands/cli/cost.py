@@ -1,0 +1,137 @@
+"""`manyhands cost TASK`: parameters, work, storage and parallelism of each layer of a task's model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from manyhands.cli.options import option
+from manyhands.cli.output import console, print_json, print_table
+from manyhands.cli.usage import parse
+from manyhands.core.errors import refuse_unless
+from manyhands.report.theme import amount_text, bytes_text, count_text, share_text
+
+if TYPE_CHECKING:
+    from manyhands.cost.layers import LayerCost, ModelCost
+
+ABOUT = """What a step of training costs: parameters, work, storage and parallelism of each layer of a task's model.
+
+Multiply-adds are those of the forward pass for one sample; the share of the work is that of both passes, as virtual
+time charges it. Storage is that of a mini-batch: weights, outputs, and the gradients of weights and inputs. The depth
+is that of the forward pass; W/D, the work of a mini-batch over the depth, is how many processors a layer can use.
+
+examples:
+  manyhands cost vgg16
+  manyhands cost alexnet --json
+  manyhands cost mnist --data path/to/mnist --batch-size 128
+  manyhands cost my_module:my_task"""
+
+PLURALS = {"convolution": "convolutions", "fully connected": "fully connected layers", "embedding": "embeddings"}
+COLUMNS = ("layer", "kind", "output", "parameters", "", "multiply-adds", "work", "storage", "depth", "W/D")
+
+
+@dataclass
+class CostOptions:
+    """What `cost` takes."""
+
+    task: Annotated[str, Positional, arg(metavar="TASK", help="a task, or your own as module:function")]
+    data: Annotated[Path | None, option("the folder or file that the task reads", "none", "PATH")] = None
+    batch_size: Annotated[int | None, option("samples of a mini-batch", "the task's", "INT")] = None
+    json: FlagCreatePairsOff[Annotated[bool, option("print one JSON object instead of a table", "no")]] = False
+
+
+def run(argv: Sequence[str]) -> int:
+    """Print the cost of one task."""
+    options = parse(CostOptions, argv, "cost", ABOUT)
+    if options.batch_size is not None:
+        refuse_unless(options.batch_size >= 1, "batch_size", options.batch_size, ">= 1")
+    from manyhands.cost.layers import model_cost  # here, because it imports torch
+    from manyhands.tasks import load
+
+    task = load(options.task, options.data)
+    cost = model_cost(task, options.batch_size)
+    print_json(facts(task.name, cost)) if options.json else show(task.name, cost)
+    return 0
+
+
+def facts(task: str, cost: ModelCost) -> dict[str, Any]:
+    """The cost as one object: work in operations of training for one sample, storage in bytes."""
+    return {
+        "task": task,
+        "batch_size": cost.batch_size,
+        "parameters": cost.parameters,
+        "multiply_adds": cost.multiply_adds,
+        "work": cost.work.total,
+        "work_given": cost.work.given is not None,
+        "why_estimated": cost.work.why_estimated or None,
+        "storage": cost.storage,
+        "kinds": {
+            kind: {"parameters_share": parameters, "work_share": work}
+            for kind, (parameters, work) in cost.kinds.items()
+            if parameters or work
+        },
+        "layers": [asdict(layer) for layer in cost.layers],
+    }
+
+
+def show(task: str, cost: ModelCost) -> None:
+    """Print the cost as a table and sentences."""
+    out = console()
+    print_table(COLUMNS, [*(_row(layer, cost) for layer in cost.layers), _total(cost)])
+    for sentence in sentences(cost):
+        out.print(sentence, soft_wrap=True, markup=False)
+
+
+def _row(layer: LayerCost, cost: ModelCost) -> list[str]:
+    parameters, share = ("", "")
+    if layer.parameters:
+        parameters, share = f"{layer.parameters:,}", share_text(layer.parameters / cost.parameters)
+    work = share_text(layer.work.total / cost.work.total) if layer.work.total else ""
+    return [
+        layer.name or "(model)",
+        layer.kind,
+        "-" if layer.output is None else " x ".join(map(str, layer.output)),
+        parameters,
+        share,
+        "-" if layer.multiply_adds is None else _unless_zero(layer.multiply_adds),
+        work,
+        "-" if layer.storage is None else bytes_text(layer.storage),
+        "-" if layer.depth is None else str(layer.depth),
+        "-" if layer.parallelism is None else count_text(layer.parallelism),
+    ]
+
+
+def _unless_zero(count: float) -> str:
+    return f"{count:,.0f}" if count else ""
+
+
+def _total(cost: ModelCost) -> list[str]:
+    multiply_adds = "-" if cost.multiply_adds is None else _unless_zero(cost.multiply_adds)
+    storage = "-" if cost.storage is None else bytes_text(cost.storage)
+    return ["total", "", "", f"{cost.parameters:,}", "100 %", multiply_adds, "100 %", storage, "", ""]
+
+
+def sentences(cost: ModelCost) -> Iterator[str]:
+    """What the table shows, in words."""
+    work = f"{amount_text(cost.work.total).strip()} operations in training"
+    if cost.work.given is not None:
+        work += ", as the task says; the layers have their counted shares of them"
+    if cost.work.why_estimated:
+        yield f"The work is not counted but estimated from the parameters: {cost.work.why_estimated}."
+    if cost.multiply_adds:
+        forward = f"{amount_text(cost.multiply_adds).strip()} multiply-adds in the forward pass"
+        yield f"A sample takes {forward}, {work}."
+    else:
+        yield f"A sample takes {work}."
+    if not cost.work.why_estimated:
+        text = "; ".join(
+            f"{PLURALS.get(kind, f'{kind} layers')} hold {share_text(parameters)} of the parameters "
+            f"and do {share_text(work)} of the work"
+            for kind, (parameters, work) in cost.kinds.items()
+            if work
+        )
+        yield f"{text[:1].upper()}{text[1:]}."

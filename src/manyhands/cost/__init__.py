@@ -1,0 +1,1 @@
+"""What training costs, from formulas and from counting."""

@@ -1,0 +1,60 @@
+"""`manyhands cost` prints each layer, the totals, and what was not counted."""
+
+import json
+
+from manyhands.cli import main
+
+
+def test_the_table_of_vgg16(capsys):
+    assert main(["cost", "vgg16"]) == 0
+    out = capsys.readouterr().out
+    row = next(" ".join(line.split()) for line in out.splitlines() if line.startswith(" 32 "))
+    assert row == "32 fully connected 4096 102,764,544 74.3 % 102,760,448 0.665 % 826 MB 15 219,222,289"
+    assert "15.5 G multiply-adds in the forward pass, 92.6 G operations in training" in out
+    assert "Convolutions hold 10.6 % of the parameters and do 99.2 % of the work" in out
+
+
+def test_one_object(capsys):
+    assert main(["cost", "alexnet", "--json", "--batch-size", "128"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["task"], found["batch_size"], found["parameters"]) == ("alexnet", 128, 60_965_224)
+    assert found["multiply_adds"] == 724_406_816 and found["why_estimated"] is None and found["work_given"] is False
+    assert found["work"] == sum(sum(layer["work"].values()) for layer in found["layers"])
+    assert found["layers"][0]["work"] == {"forward": 210_830_400, "to_input": 0, "to_weights": 210_830_400}
+    assert found["layers"][2] == {
+        "name": "2",
+        "kind": "LocalResponseNorm",
+        "output": [96, 55, 55],
+        "parameters": 0,
+        "multiply_adds": 0,
+        "work": {"forward": 0, "to_input": 0, "to_weights": 0},
+        "storage": 128 * 4 * 2 * 96 * 55 * 55,
+        "depth": None,
+        "parallelism": None,
+    }
+    assert set(found["kinds"]) == {"convolution", "fully connected"}
+
+
+def test_what_is_estimated_or_given_is_said(capsys):
+    assert main(["cost", "rbm"]) == 0
+    out = capsys.readouterr().out
+    assert "The work is not counted but estimated from the parameters: the task computes its gradient without" in out
+    assert "of the work" not in out.partition("parameters: ")[2]
+    assert main(["cost", "sparse"]) == 0
+    assert "A sample takes 384 operations in training, as the task says" in capsys.readouterr().out
+
+
+def test_refusals(capsys):
+    for words, message in (
+        (["cost", "mnist"], "the task mnist needs --data DIR"),
+        (["cost", "vgg"], "there is no task 'vgg': did you mean vgg16?"),
+        (["cost", "digits", "--batch-size", "0"], "batch_size is 0, but must be >= 1"),
+        (["cost"], "TASK"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_help_has_examples(capsys):
+    assert main(["cost", "--help"]) == 0
+    assert "manyhands cost alexnet --json" in capsys.readouterr().out
