@@ -26,6 +26,7 @@ from manyhands.core.model_check import refuse_uninitialised
 from manyhands.core.param_groups import groups
 from manyhands.core.port import REFERENCE_FLOPS, Transport
 from manyhands.core.rule import Rule
+from manyhands.core.running_statistics import RunningStatistic
 from manyhands.core.step_timer import StepTimer
 from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
@@ -95,6 +96,8 @@ class Worker:
         self.servers: Sequence[int] = range(ranks, transport.size)
         self.trained: nn.Module = model
         """The module whose parameters are in `flat`: the whole model, or a part chosen by `lay_out`."""
+        self.statistics: Mapping[str, RunningStatistic] = {}
+        """The running statistics of the model, as they were when the run began."""
         self.step = self.joined_at = 0
         self.lag = 0
         self.samples_in_step = 0
