@@ -161,8 +161,12 @@ class Worker:
 
     @property
     def samples(self) -> int:
-        """How many samples the job has consumed, estimated from this rank's own steps."""
-        return self.step * self.batch_size * len(self.workers)
+        """How many samples the job has consumed before this step, estimated from this rank's own steps."""
+        return self.samples_before(self.step)
+
+    def samples_before(self, step: int) -> int:
+        """The same before a step of this number, from 0."""
+        return step * self.batch_size * len(self.workers)
 
     # -- computing --------------------------------------------------------------------------------
 
