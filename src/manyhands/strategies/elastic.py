@@ -10,8 +10,8 @@ how    the elastic move beside any local Rule
     c   <- c + sum_k e_k                     synchronous: Jacobi, all at time t
     c   <- c + e_k                           asynchronous: one exchange, c read fresh
 
-alpha is the strength of the spring. beta = P alpha says the same of the centre: synchronous, c <- (1 - beta) c + beta times
-the mean of all x_k. One of them is given, and the other follows, so that what the centre gains the workers lose.
+alpha is the strength of the spring. beta = P alpha says the same of the centre, which, if synchronous, moves by beta
+times its distance to the mean of all x_k. One is given and the other follows: what the centre gains the workers lose.
 
 With a codec C (and its decoder D) both directions of an exchange are encoded, and both sides move by the same number.
 So the centre gains what its worker loses, whatever is rounded: only gradients move x_k + c.
@@ -118,11 +118,8 @@ class Elastic(Strategy):
             return
         same, product = beta is None or math.isclose(beta, workers * alpha), f"{workers} workers x moving_rate {alpha}"
         refuse_unless(same, "center_rate", beta, f"{workers * alpha:g} = {product}: give only one of the two")
-        reached = self.asynchronous or workers * alpha <= 1 + 1e-9
-        bound = (
-            f"<= {1 / workers:g} = 1 / {workers} workers, unless asynchronous: the centre would move beyond their mean"
-        )
-        refuse_unless(reached, "moving_rate", alpha, bound)
+        within, most = self.asynchronous or workers * alpha <= 1 + 1e-9, f"{1 / workers:g} = 1 / {workers} workers"
+        refuse_unless(within, "moving_rate", alpha, f"<= {most}, unless asynchronous: the centre would overshoot")
 
     def _alpha(self, workers: int) -> float:
         """As given, or beta / P."""
