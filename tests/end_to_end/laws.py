@@ -120,8 +120,7 @@ def _springs(schedule, seen, result):
     for of_rank in seen.gradients.values():
         for place, (_, g) in enumerate(of_rank):
             moved -= schedule.lr * g * sum(delta**n for n in range(len(of_rank) - place))
-    balanced = schedule.knobs["asynchronous"] or schedule.knobs["moving_rate"] is None
-    if schedule.is_plain and balanced and not result.lost:
+    if schedule.is_plain and not result.lost:
         _equal(_weights(result) + _sum(seen.replicas.values()), moved)
 
 

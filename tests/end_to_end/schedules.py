@@ -249,13 +249,14 @@ def _ad_psgd(chance, workers):
 
 
 def _elastic(**more):
-    return _any(
-        center_rate=[0.9, 0.5],
-        moving_rate=[None, None, 0.3],
-        period=[1, 2, 3],
-        asynchronous=[False, True, True],
-        **more,
-    )
+    """One rate, or none; the centre of several workers in lock step does not follow a strong spring."""
+
+    def pick(chance, workers):
+        own = _any(period=[1, 2, 3], asynchronous=[False, True, True], **more)(chance, workers)
+        strong = 0.3 if own["asynchronous"] else 0.3 / workers
+        return own | chance.choice([{}, {"center_rate": 0.9}, {"center_rate": 0.5}, {"moving_rate": strong}])
+
+    return pick
 
 
 OWN_KNOBS = {

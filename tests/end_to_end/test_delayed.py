@@ -98,7 +98,7 @@ def test_a_schedule_counts_every_mini_batch_of_a_push():
         return 0.01
 
     run("agn", steps=7, strategy=mh.agn(period=3, rule=Sgd(rate)))
-    assert seen == [24, 48, 56], "8 samples per step, 3 steps per push, and what is left"
+    assert seen == [0, 24, 48], "8 samples per step, 3 steps per push; the last push is what is left"
 
 
 # -- Downpour's warm start ----------------------------------------------------------------------------------

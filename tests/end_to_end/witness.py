@@ -189,8 +189,8 @@ class Witness:
         finish(elastic, w)
         self.replicas[w.rank] = w.flat.groups[0].weights.clone()
 
-    def _localsteps_combine(self, combine, local, w):
-        combine(local, w)
+    def _localsteps_combine(self, combine, local, w, *rest):
+        combine(local, w, *rest)
         self.combined[w.rank].append(w.flat.groups[0].weights.clone())
 
     def _coordinator_improve(self, improve, coordinator):

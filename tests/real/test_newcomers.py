@@ -3,8 +3,12 @@
 import os
 
 import pytest
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from manyhands.tasks.digits import digits
 
 from .tools import KILLED, SPARE, Awaited, struck, taken_by
 
@@ -49,3 +53,21 @@ def test_a_spare_comes_when_it_is_called(link, tmp_path, quickly):
 def test_a_spare_that_is_not_needed_is_not_started(quickly):
     result = mh.train("digits", mh.ssp(), workers=2, spares=1, epochs=2)
     assert sorted(taken_by(result)) == [0, 1]
+
+
+def normed():
+    return nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+def test_a_spare_begins_with_the_statistics_of_the_others(link, tmp_path, quickly):
+    """Inputs have a mean of about 100: a worker that began at 0 would count as many batches as it has taken steps."""
+    x, y = digits().data.tensors
+    data = TensorDataset(100 + x, y)
+    task = mh.Task(normed, data, cross_entropy, test=data, metric=digits().metric, batch_size=32, epochs=20)
+    awaited = struck(mh.ssp(), Awaited(tmp_path, os.getpid()))
+    result = mh.train(task, awaited, workers=2, spares=1, epochs=20, link=link, servers=int(link == "tcp"))
+    assert taken_by(result)[SPARE] > 10
+    assert result.test_accuracy > 0.9
+    assert (result.buffers["0.running_mean"] - data.tensors[0].mean(0)).abs().max() < 1

@@ -120,7 +120,7 @@ def hogwild(lr: float = 0.05, rule: Rule | None = None) -> SharedMemory:
         strategies/shared_memory/shared_memory.py SharedMemory._write; strategies/shared_memory/descent.py descend
 
     Args:
-        lr: gamma, the learning rate.
+        lr: eta, the learning rate.
         rule: how a gradient is applied, instead of SGD with lr; every worker has its own optimizer state.
     """
     return SharedMemory(rule or Sgd(lr))

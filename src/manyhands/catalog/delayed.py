@@ -244,7 +244,7 @@ def asgd_momentum(
 
         worker: pull w;  g = gradient(w);  push g
         shard:  m <- mu m + g;  w <- w - eta m
-                mu = mu* - (1 - 1/M) with M workers; negative if asynchrony contributes more than mu*
+                mu = mu* - (1 - 1/M) with M workers; negative if asynchrony contributes more than mu*, at least -0.9
 
     With M independent workers the weights move as if they had momentum 1 - 1/M. So the best mu falls as M grows. The
     run continues without a lost worker, if no shard is lost with it: on one host, or with servers. Otherwise the run

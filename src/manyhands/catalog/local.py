@@ -165,7 +165,7 @@ def bmuf(
         lr: the learning rate of a worker's own steps.
         period: tau, steps of a block.
         block_lr: zeta, the block learning rate.
-        block_momentum: eta; 1 - 1/P if not given, so that every mini-batch contributes as much as on one machine.
+        block_momentum: eta; 1 - 1/P if not given: with zeta = 1 every mini-batch contributes as much as on one machine.
         nesterov: start a block one step ahead.
         base: what a step is added to: the filtered model (paper), or the point ahead, as some programs do.
         memory: what happens to the optimizer state (momentum) after a block: keep it, average it, or reset it.

@@ -134,7 +134,7 @@ def hierarchical_server(
 
 def easgd(
     lr: float = 0.2,
-    center_rate: float = 0.9,
+    center_rate: float | None = None,
     moving_rate: float | None = None,
     period: int = 1,
     asynchronous: bool = False,
@@ -152,6 +152,9 @@ def easgd(
         x_k <- x_k - eta g_k(x_k) - e_k        the gradient is taken before the elastic move
         c   <- c + sum_k e_k                   asynchronous: c <- c + e_k, one worker at a time
 
+    With P workers and beta = P alpha, synchronous c <- (1 - beta) c + (beta / P) sum_k x_k. Give alpha or beta, and the
+    other follows; both are refused unless they agree.
+
     Asynchronous, with a codec x_k is encoded when sent to the centre and e_k when sent back, and both sides move by the
     decoded e_k: what is added to the centre is subtracted from the worker. Synchronous, x_k - c is encoded, to the same
     effect. The centre c is evaluated and saved. Synchronous, a lost worker ends the run; asynchronous, the run
@@ -162,8 +165,8 @@ def easgd(
 
     Args:
         lr: eta, the learning rate of a worker's own steps.
-        center_rate: beta, how fast the centre follows the workers.
-        moving_rate: alpha, the strength of the elastic force; beta / P if not given.
+        center_rate: beta = P alpha, how fast the centre follows the workers; 0.9 if neither rate is given.
+        moving_rate: alpha, the strength of the elastic force; beta / P if not given. Synchronous, at most 1 / P.
         period: tau, steps between two elastic moves.
         asynchronous: every worker exchanges with the centre on its own clock.
         rule: how a worker applies its own gradient, instead of SGD with lr.
@@ -177,7 +180,7 @@ def easgd(
 def eamsgd(
     lr: float = 0.03,
     momentum: float = 0.9,
-    center_rate: float = 0.9,
+    center_rate: float | None = None,
     moving_rate: float | None = None,
     period: int = 1,
     asynchronous: bool = False,
@@ -195,9 +198,9 @@ def eamsgd(
         v_k <- delta v_k - eta g_k(x_k + delta v_k)
         x_k <- x_k + v_k - e_k;  c <- c + sum_k e_k (asynchronous: c + e_k, one worker at a time)
 
-    With delta = 0 it is easgd; a codec works as there. The centre c is evaluated and saved. Synchronous, a lost worker
-    ends the run; asynchronous, the run continues without it, if no part of the centre is lost with it: on one host, or
-    with servers.
+    As in easgd, alpha or beta = P alpha is given. With delta = 0 it is easgd; a codec works as there. The centre c is
+    evaluated and saved. Synchronous, a lost worker ends the run; asynchronous, the run continues without it, if no part
+    of the centre is lost with it: on one host, or with servers.
 
     Reference: S. Zhang, A. Choromanska, Y. LeCun, Deep learning with elastic averaging SGD, 2015, arXiv:1412.6651
     Loops: strategies/elastic.py Elastic.step; strategies/elastic.py Elastic._gradient; servers/shard.py Shard.exchange
@@ -205,8 +208,8 @@ def eamsgd(
     Args:
         lr: eta, the learning rate of a worker's own steps; it must be small if the momentum is large.
         momentum: delta, the momentum of a worker's own steps.
-        center_rate: beta, how fast the centre follows the workers.
-        moving_rate: alpha, the strength of the elastic force; beta / P if not given.
+        center_rate: beta = P alpha, how fast the centre follows the workers; 0.9 if neither rate is given.
+        moving_rate: alpha, the strength of the elastic force; beta / P if not given. Synchronous, at most 1 / P.
         period: tau, steps between two elastic moves.
         asynchronous: every worker exchanges with the centre on its own clock.
         rule: how a worker applies its own gradient, instead of SGD with lr.

@@ -54,7 +54,7 @@ def _gathered(run: RankRun) -> dict[str, Tensor]:
         return dict(zip(message.meta, message.keep(), strict=True))
     found = strategy.peek(w) if peekable else weights
     assert found is not None
-    answer = {**found, **merge_buffers(gathered)}
+    answer = {**found, **merge_buffers(w, gathered)}
     for rank in gathered:
         if rank != w.rank:
             w.transport.send(rank, MID_RUN_ANSWER, tuple(answer), tuple(answer.values()))

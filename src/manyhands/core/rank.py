@@ -11,7 +11,8 @@ that role.
 `mh.train` divides a run into segments, each with a budget of mini-batches. At the end of a segment all workers pause:
 once nothing is in flight, the lead saves a checkpoint or evaluates the weights. A run that continues after a checkpoint
 therefore equals one that is resumed from it. The record says how long each pause took and what was sent in it, so that
-reports can leave it out. A worker that joins later enters the current segment and continues from the others' weights.
+reports can leave it out. A worker that joins later enters the current segment and continues from the others' weights
+and buffers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from torch import nn
 
 from manyhands.core.barrier import barrier
 from manyhands.core.budget import JoinableBudget, Segment
-from manyhands.core.buffers import average_buffers, gather_buffers, merge_buffers
+from manyhands.core.buffers import (
+    average_buffers,
+    gather_buffers,
+    inherit_buffers,
+    merge_buffers,
+    note_statistics,
+    offer_buffers,
+)
 from manyhands.core.declared_state import load_state, save_state
 from manyhands.core.errors import NotWritten
 from manyhands.core.footprint import footprint
@@ -117,8 +125,10 @@ class RankRun:
 
     def begin(self, resume: Snapshot | None = None, *, joins: bool = False) -> None:
         """Set up; then restore the state of a checkpoint, or catch up with a run that has begun already."""
+        offer_buffers(self.worker)
         self.strategy.setup(self.worker)
         if joins:
+            inherit_buffers(self.worker)
             self.strategy.join_running(self.worker)
         elif resume is not None:
             load_state(self.worker, self.strategy, resume.state)
@@ -172,7 +182,7 @@ class RankRun:
         strategy.resume(w)
 
     def _evaluate(self, step: int | None, evaluate: Evaluate, weights: Weights, gathered: Gathered) -> None:
-        accuracy = evaluate(weights, merge_buffers(gathered))
+        accuracy = evaluate(weights, merge_buffers(self.worker, gathered))
         now = self.worker.transport.now()
         self.write({"kind": "evaluation", "evaluated": step, "time": now, "accuracy": accuracy})
 
@@ -228,6 +238,7 @@ def run_rank(job: Job, transport: Transport) -> Outcome:
         team_size=team_size(strategy, transport),
         layouts=job.layouts if job.task.sizes_only else None,
     )
+    note_statistics(w)
     if job.resume is not None:
         load_snapshot(w, job.resume)
     programs: Mapping[str, Callable[[Worker], Outcome | None]]

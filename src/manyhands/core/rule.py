@@ -21,7 +21,9 @@ class UpdateContext:
     updates: int = 1
     """The number of this update of the weights, from 1."""
     samples: int = 0
-    """Samples that the run has consumed so far: schedules are functions of this."""
+    """Samples that the run had consumed before this update, without those of its own gradients: 0 at the first one.
+    Schedules are functions of this. A shard counts those of the gradients that it has applied or dropped; a worker that
+    updates weights of its own takes the other workers to be as far as itself."""
     lag: int = 0
     """Staleness: updates of these weights since its worker read them, not counting this one."""
     rank: int = 0

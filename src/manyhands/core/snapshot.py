@@ -29,7 +29,7 @@ def take_snapshot(
     if step is None:
         steps = [meta[1] for meta, _ in gathered.values()]
         step = max(steps) if strategy.traits.lockstep else sum(steps) // len(w.workers)
-    return Snapshot(step, weights, merge_buffers(gathered), state, positions)
+    return Snapshot(step, weights, merge_buffers(w, gathered), state, positions)
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from manyhands.core.model_check import refuse_uninitialised
 from manyhands.core.param_groups import groups
 from manyhands.core.port import REFERENCE_FLOPS, Transport
 from manyhands.core.rule import Rule
+from manyhands.core.running_statistics import RunningStatistic
 from manyhands.core.step_timer import StepTimer
 from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
@@ -93,6 +94,8 @@ class Worker:
         self.servers: Sequence[int] = range(ranks, transport.size)
         self.trained: nn.Module = model
         """The module whose parameters are in `flat`: the whole model, or a part chosen by `lay_out`."""
+        self.statistics: Mapping[str, RunningStatistic] = {}
+        """The running statistics of the model, as they were when the run began."""
         self.step = self.joined_at = 0
         self.lag = 0
         self.samples_in_step = 0
@@ -154,8 +157,12 @@ class Worker:
 
     @property
     def samples(self) -> int:
-        """How many samples the job has consumed, estimated from this rank's own steps."""
-        return self.step * self.batch_size * len(self.workers)
+        """How many samples the job has consumed before this step, estimated from this rank's own steps."""
+        return self.samples_before(self.step)
+
+    def samples_before(self, step: int) -> int:
+        """The same before a step of this number, from 0."""
+        return step * self.batch_size * len(self.workers)
 
     # -- computing --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The learning rate η: a number, or a function of the samples the job has consumed so far.
+"""The learning rate η: a number, or a function of the samples the job has consumed before an update.
 
 It depends on samples and not on steps, so that a schedule means the same for any number of workers.
 """

@@ -1,4 +1,4 @@
-"""Learning rates that change with the samples consumed so far, n.
+"""Learning rates that change with the samples consumed before an update, n.
 
     WarmUp      from `low` to η, linearly over N samples, or constant `low` for N samples; then η
     StepDecay   η f^⌊n / N⌋

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from manyhands.core.barrier import barrier
 from manyhands.core.broadcast import broadcast_answer, broadcast_model, broadcast_start, release_model
+from manyhands.core.buffers import note_statistics
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, OwnTask, StepLoss
 from manyhands.core.flat import is_watched
@@ -137,6 +138,7 @@ class Training:
             _refuse_gradients(w.model, self.gradients_from)
             refuse_unlike(w.transport, w.model, groups(w.rule, w.model))
             broadcast_model(w)
+            note_statistics(w)
 
     def _announce(self, steps: int) -> None:
         """Drain the pipeline and fill it again, for so many mini-batches more."""

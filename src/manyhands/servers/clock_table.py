@@ -18,19 +18,21 @@ NEVER = 2**62
 _VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _BATCHES = range(8)
 _HEAD = 8
 _ROWS = 6
-_SLOT_ROWS = 3
+_SLOT_ROWS = 4
 
 
 class Pending(NamedTuple):
     """A gradient that has not been applied: its worker, its slot, and the version that it was computed at.
 
     It may be the sum of several gradients: then `seen` is the oldest of their versions, and `terms` their number.
+    `batches` is of how many mini-batches it is.
     """
 
     worker: int
     slot: int
     seen: int
     terms: int = 1
+    batches: int = 1
 
 
 class ClockTable:
@@ -60,7 +62,7 @@ class ClockTable:
         self._head = cells[:_HEAD]
         self.clock, self.waiting, self.parked, self.lag, self.wanted, self.refused = rows
         rows = [cells[after + row * slots : after + (row + 1) * slots] for row in range(_SLOT_ROWS)]
-        self._owner, self._seen, self._terms = rows
+        self._owner, self._seen, self._terms, self._batches = rows
         self.counts = cells[after + _SLOT_ROWS * slots :]
         self.workers = workers
         self.slots = slots
@@ -111,7 +113,7 @@ class ClockTable:
 
     @property
     def batches(self) -> int:
-        """How many mini-batches the received gradients were computed on."""
+        """How many mini-batches have been consumed: those of the gradients that were applied or dropped."""
         return self._head[_BATCHES]
 
     @batches.setter
@@ -123,12 +125,13 @@ class ClockTable:
         """How many gradients have not been applied."""
         return self._head[_PENDING]
 
-    def add_pending(self, i: int, seen: int = 0, terms: int = 1) -> int:
+    def add_pending(self, i: int, seen: int = 0, terms: int = 1, batches: int = 1) -> int:
         """Count a gradient of worker `i`, computed at version `seen`, as pending; returns its slot."""
         slot = 0
         while self._owner[slot]:
             slot += 1
-        self._owner[slot], self._seen[slot], self._terms[slot] = i + 1, seen, terms
+        self._owner[slot], self._seen[slot] = i + 1, seen
+        self._terms[slot], self._batches[slot] = terms, batches
         self._head[_PENDING] += 1
         self.waiting[i] += 1
         return slot
@@ -142,7 +145,7 @@ class ClockTable:
                 break
             if owner:
                 missing -= 1
-                found.append(Pending(owner - 1, slot, self._seen[slot], self._terms[slot]))
+                found.append(Pending(owner - 1, slot, self._seen[slot], self._terms[slot], self._batches[slot]))
         found.sort()
         return found
 

@@ -39,7 +39,7 @@ from manyhands.servers.clock_table import ClockTable, Pending
 from manyhands.servers.pending_gradients import Payload, PendingGradients
 
 SAMPLES = ":samples"
-"""The name under which a shard saves how many samples its gradients were computed on."""
+"""The name under which a shard saves how many samples were consumed."""
 
 
 @dataclass(slots=True)
@@ -86,10 +86,11 @@ class Shard:
         """For every client the weights it read last, a tensor per slice; empty if the rule does not need them."""
         self._options: dict[int, tuple[float, ...]] = {}
         """The options that came with the gradient of each slot."""
-        self.orders: deque[Sequence[int]] | None = None
-        """The clients whose gradients make the next updates, if another shard decides that."""
-        self.announce: Callable[[Sequence[int]], None] | None = None
-        """Sends the clients whose gradients made an update to the shards that follow, if this shard decides."""
+        self.orders: deque[tuple[Sequence[int], int]] | None = None
+        """The clients whose gradients make the next updates, if another shard decides that, and the mini-batches that
+        were consumed before."""
+        self.announce: Callable[[Sequence[int], int], None] | None = None
+        """Sends such an order to the shards that follow, if this shard decides."""
 
     def pull(self, i: int, at_least: int = 0) -> bool:
         """Whether client `i` may read now, and this version has been reached; if not, it is parked."""
@@ -119,23 +120,27 @@ class Shard:
         If it is the sum of several gradients, `terms` is their number, and `seen` the oldest of their versions.
         """
         clocks = self.clocks
-        clocks.batches += batches
         lag = clocks.version - seen
         if not self.when.bounds_clocks:
             clocks.lag[i] = lag
         if self._accept is None or self._accept(lag, bool(clocks.waiting[i])):
-            slot = clocks.add_pending(i, seen, terms)
+            slot = clocks.add_pending(i, seen, terms, batches)
             self._pending.put(slot, payload, untouched, release)
             self._options[slot] = options
         else:
             clocks.refused[i] = 1
+            clocks.batches += batches
             release()
         return self._settle(clocks.tick(i), read)
 
-    def follow(self, clients: Sequence[int]) -> list[int]:
-        """After the updates that were ordered before, make one of these clients' gradients; returns those freed."""
+    def follow(self, clients: Sequence[int], batches: int) -> list[int]:
+        """After the updates that were ordered before, make one of these clients' gradients; returns those freed.
+
+        `batches` were consumed before it where it was decided: gradients may have been dropped there that have not
+        arrived here.
+        """
         assert self.orders is not None, "this shard decides for itself"
-        self.orders.append(clients)
+        self.orders.append((clients, batches))
         return self._settle(False)
 
     def leave(self, i: int) -> list[int]:
@@ -172,6 +177,7 @@ class Shard:
                 reads = read if read and group is groups[-1] and when.admit(clocks.worker_clock(read.worker)) else None
                 self._update(group, reads)
                 clocks.version += 1
+                clocks.batches += sum([one.batches for one in group])
             if self._accept is not None and clocks.pending:
                 self._drop_outdated()
         freed = []
@@ -193,7 +199,7 @@ class Shard:
         clocks.take(found)
         due = [one for one in found if self._pending.holds(one.slot)]
         if self.announce is not None:
-            self.announce([one.worker for one in due])
+            self.announce([one.worker for one in due], clocks.batches)
         return due
 
     def _ordered(self) -> list[Pending] | None:
@@ -201,13 +207,15 @@ class Shard:
         clocks, due = self.clocks, list[Pending]()
         if not self.orders:
             return None
-        for client, count in Counter(self.orders[0]).items():
+        clients, batches = self.orders[0]
+        for client, count in Counter(clients).items():
             found = [one for one in clocks.all_pending() if one.worker == client][:count]
             if len(found) < count and not clocks.has_left(client):
                 return None
             due += found
         self.orders.popleft()
         clocks.take(due)
+        clocks.batches = batches
         return due
 
     def _drop_outdated(self) -> None:
@@ -217,6 +225,7 @@ class Shard:
             if self._accept is not None and not self._accept(clocks.version - one.seen, False):
                 self._pending.release([one.slot])
                 clocks.take([one])
+                clocks.batches += one.batches
                 clocks.refused[one.worker] = 1
 
     def _update(self, group: list[Pending], read: ReadOnPush | None) -> None:
@@ -255,7 +264,7 @@ class Shard:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def state_slices(self, slots: Sequence[ParamSlot]) -> list[StateSlice]:
-        """The state of the rule, and how many samples the received gradients were computed on."""
+        """The state of the rule, and how many samples were consumed."""
         samples = torch.tensor(self.clocks.batches * self._batch_size)
         return [*state_slices(self.slices, slots), StateSlice(SAMPLES, 0, samples)]
 

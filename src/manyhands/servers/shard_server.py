@@ -15,9 +15,10 @@ For a checkpoint workers quiesce: the shard treats them as departed until they j
   JOIN  ------------------------>  joins at the slowest clock, answered READY
   RESTORE ---------------------->  load a saved state, answered READY
 
-If one shard decides for all, its server sends the others the workers whose gradients made an update, and they follow:
+If one shard decides for all, its server sends the others the workers whose gradients made an update, and how many
+mini-batches were consumed before it, and they follow:
 
-  first server  ORDER (workers) ----------------->  other servers
+  first server  ORDER (mini-batches, workers) --->  other servers
 
 Workers then ask the first server before the others, and ask those for at least the version they have read there.
 
@@ -148,7 +149,8 @@ class ShardServer:
     def _handle(self, message: Message) -> None:
         shard, tag = self._shard, message.tag
         if tag == ORDER:
-            self._answer(shard.follow(message.meta))
+            batches, *clients = message.meta
+            self._answer(shard.follow(clients, batches))
             return
         i = self._number[message.frm]
         if tag == PUSH:
@@ -208,9 +210,9 @@ class ShardServer:
                 message.release()
             self._endpoint.send(message.frm, READY)
 
-    def _order(self, clients: Sequence[int]) -> None:
+    def _order(self, clients: Sequence[int], batches: int) -> None:
         for rank in self._server_ranks[1:]:
-            self._t.send(rank, ORDER, tuple(clients))
+            self._t.send(rank, ORDER, (batches, *clients))
 
     def _catch_up(self, version: int) -> None:
         """Follow the shard that decides until this version, which a client has read there."""

@@ -60,10 +60,10 @@ class Cached(Server):
         """Apply this worker's own update at once."""
         super()._accrue(w)
         self.clock += 1
-        untouched, workers = w.flat.untouched(), len(w.workers)
-        samples = self.clock * workers * w.batch_size
+        untouched = w.flat.untouched()
         for weight_slice, group in zip(self.own, w.flat.groups, strict=True):
-            weight_slice.update(group.grad, UpdateContext(group.weights, samples=samples, workers=workers), untouched)
+            at = UpdateContext(group.weights, samples=w.samples, workers=len(w.workers))
+            weight_slice.update(group.grad, at, untouched)
 
     def _begin_again(self, w: Worker) -> None:
         """All workers begin at clock 0 with a read."""

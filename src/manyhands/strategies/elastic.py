@@ -7,8 +7,11 @@ how    the elastic move beside any local Rule
 
     e_k = alpha (x_k - c)
     x_k <- x_k - eta g_k(x_k) - e_k          gradient at x_k BEFORE the elastic move
-    c   <- c + sum_k e_k                     synchronous (beta = P alpha): Jacobi, all at time t
+    c   <- c + sum_k e_k                     synchronous: Jacobi, all at time t
     c   <- c + e_k                           asynchronous: one exchange, c read fresh
+
+alpha is the strength of the spring. beta = P alpha says the same of the centre, which, if synchronous, moves by beta
+times its distance to the mean of all x_k. One is given and the other follows: what the centre gains the workers lose.
 
 With a codec C (and its decoder D) both directions of an exchange are encoded, and both sides move by the same number.
 So the centre gains what its worker loses, whatever is rounded: only gradients move x_k + c.
@@ -29,6 +32,7 @@ The answer is the centre c.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -54,6 +58,9 @@ from manyhands.servers import ServerSetup, Sharding, check_servers, connect, rea
 
 STAYS = "what is not sent remains in the difference to the centre, and need not be remembered"
 
+CENTER_RATE = 0.9
+"""beta as in the paper, if neither rate is given."""
+
 
 @dataclass
 class Elastic(Strategy):
@@ -61,8 +68,8 @@ class Elastic(Strategy):
 
     Args:
         rule: how a worker applies its own gradient.
-        center_rate: beta, how fast the centre follows.
-        moving_rate: alpha, how strongly a worker is pulled; None: beta / P.
+        center_rate: beta, how fast the centre follows; None: P alpha, or 0.9 if neither is given.
+        moving_rate: alpha, how strongly a worker and the centre pull each other; None: beta / P.
         period: tau, steps between elastic moves; the first one is at step 0.
         asynchronous: each worker exchanges with the centre on its own clock.
         shard: how the centre is cut over the shards (asynchronous).
@@ -71,7 +78,7 @@ class Elastic(Strategy):
     """
 
     rule: Rule
-    center_rate: float = 0.9
+    center_rate: float | None = None
     moving_rate: float | None = None
     period: int = 1
     asynchronous: bool = False
@@ -80,9 +87,8 @@ class Elastic(Strategy):
     codec: Codec = field(default_factory=Raw)
 
     def __post_init__(self) -> None:
-        refuse_unless(0 <= self.center_rate <= 1, "center_rate", self.center_rate, "0 to 1")
-        alpha = self.moving_rate or 0.0
-        refuse_unless(0 <= alpha <= 1, "moving_rate", self.moving_rate, "0 to 1")
+        for name, rate in ("center_rate", self.center_rate), ("moving_rate", self.moving_rate):
+            refuse_unless(0 <= (rate or 0.0) <= 1, name, rate, "0 to 1")
         refuse_unless(self.period >= 1, "period", self.period, ">= 1")
         refuse_unless(0 <= self.momentum < 1, "momentum", self.momentum, ">= 0 and < 1")
         if self.asynchronous:
@@ -100,9 +106,26 @@ class Elastic(Strategy):
         )
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
-        """Every server needs a part of the centre; only asynchronous workers use servers."""
+        """Every server needs a part of the centre; only asynchronous workers use servers; both rates say the same."""
         refuse_unless(self.asynchronous or servers == 0, "servers", servers, "0 unless asynchronous")
         check_servers(servers, model)
+        self._check_rates(workers)
+
+    def _check_rates(self, workers: int) -> None:
+        """The spring pulls both ends alike, and all springs together pull the centre at most to the mean."""
+        alpha, beta = self.moving_rate, self.center_rate
+        if alpha is None:
+            return
+        same, product = beta is None or math.isclose(beta, workers * alpha), f"{workers} workers x moving_rate {alpha}"
+        refuse_unless(same, "center_rate", beta, f"{workers * alpha:g} = {product}: give only one of the two")
+        within, most = self.asynchronous or workers * alpha <= 1 + 1e-9, f"{1 / workers:g} = 1 / {workers} workers"
+        refuse_unless(within, "moving_rate", alpha, f"<= {most}, unless asynchronous: the centre would overshoot")
+
+    def _alpha(self, workers: int) -> float:
+        """As given, or beta / P."""
+        if self.moving_rate is not None:
+            return self.moving_rate
+        return (CENTER_RATE if self.center_rate is None else self.center_rate) / workers
 
     @property
     def _server_setup(self) -> ServerSetup:
@@ -112,7 +135,7 @@ class Elastic(Strategy):
         """x, the worker's own weights; v, their last step; c, the centre (synchronous) or the clients of its shards."""
         self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.velocity = [torch.zeros_like(group.weights) for group in w.flat.groups] if self.momentum else []
-        self.alpha = self.center_rate / len(w.workers) if self.moving_rate is None else self.moving_rate
+        self.alpha = self._alpha(len(w.workers))
         if self.asynchronous:
             self.clients = connect(w, self._server_setup)
         else:
@@ -152,7 +175,7 @@ class Elastic(Strategy):
         for number, (group, c) in enumerate(zip(w.flat.groups, self.center, strict=True)):
             away = w.ops.difference(group.weights, c)
             moves.append(w.ops.scale(self._all_reduce(w, away, number), self.alpha))
-            w.ops.add(c, away, scale=self.center_rate / len(w.workers))
+            w.ops.add(c, away, scale=self.alpha)
         return moves
 
     def _all_reduce(self, w: Worker, away: Tensor, number: int) -> Tensor:

@@ -103,27 +103,26 @@ class GrowingBatch(Strategy):
         self.taken += 1
         size, self.rate_divisor = self._phase(w)
         if self.taken >= size:
-            self._update(w)
+            self._update(w, w.step + 1)
         return loss
 
-    def _update(self, w: Worker) -> None:
-        """One update with the mean over the mini-batches of all workers."""
+    def _update(self, w: Worker, steps: int) -> None:
+        """One update with the mean over the mini-batches of all workers, which have taken so many steps."""
+        before = w.samples_before(steps - self.taken)
         counted = torch.tensor([float(self.count)])
         self.reducer.all_reduce(counted)
         for total, group, weight_slice in zip(self.sums, w.flat.groups, self.slices, strict=True):
             self.reducer.all_reduce(total)
             w.ops.copy(total, group.outgoing)
             w.ops.zero(total)
-            at = UpdateContext(
-                weight_slice.weights, samples=w.samples, count=len(w.workers), rate=1 / self.rate_divisor
-            )
+            at = UpdateContext(weight_slice.weights, samples=before, count=len(w.workers), rate=1 / self.rate_divisor)
             weight_slice.update(group.grad, at, group.untouched(), over=round(counted.item()))
         self.count = self.taken = 0
 
     def finish(self, w: Worker) -> None:
         """Update with an incomplete large mini-batch."""
         if self.taken:
-            self._update(w)
+            self._update(w, w.step)
 
     def answer(self, w: Worker) -> Weights | None:
         """The lead's replica: all are equal."""

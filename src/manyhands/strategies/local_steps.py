@@ -113,7 +113,7 @@ class LocalSteps(Strategy):
         self._move(w)
         self.computing += w.transport.now() - began
         if self.rounds.step():
-            self._combine(w)
+            self._combine(w, w.step + 1)
         return loss
 
     def _move(self, w: Worker, over: int = 1) -> None:
@@ -131,29 +131,34 @@ class LocalSteps(Strategy):
             w.ops.copy(group.weights, start.weights)
 
     @torch.no_grad()
-    def _combine(self, w: Worker) -> None:
-        """The end of a round: all workers continue from the same weights."""
-        began, steps = w.transport.now(), max(1.0, self.rounds.taken)
+    def _combine(self, w: Worker, steps: int) -> None:
+        """The end of a round, after so many steps in all: all workers continue from the same weights."""
+        before = w.samples_before(int(max(self.warmup, steps - self.rounds.taken)))
+        began, taken = w.transport.now(), max(1.0, self.rounds.taken)
         weights = [None] * len(w.flat.groups) if self.weight is None else self.weight.take(w)
         for number, (group, weight) in enumerate(zip(w.flat.groups, weights, strict=True)):
             if self.starts:
-                self._step_towards(w, number, group.weights, self.starts[number], weight)
+                self._step_towards(w, number, self.starts[number], weight, before)
             else:
                 w.ops.copy(average(w, self.reducer, group.weights, weight), group.weights)
         self._update_memory(w)
         self.rounds.end()
-        self.rounds.measure(self.reducer, self.computing / steps, w.transport.now() - began)
+        self.rounds.measure(self.reducer, self.computing / taken, w.transport.now() - began)
         self.computing = 0.0
 
-    def _step_towards(self, w: Worker, number: int, x: Tensor, start: WeightSlice, weight: Tensor | None) -> None:
-        """W <- W + outer(W - x); differences of half-precision numbers are averaged as single ones."""
+    def _step_towards(self, w: Worker, number: int, start: WeightSlice, weight: Tensor | None, samples: int) -> None:
+        """W <- W + outer(W - x), of a round that began after so many samples.
+
+        Differences of half-precision numbers are averaged as single ones.
+        """
+        x = w.flat.groups[number].weights
         workers, change = len(w.workers), w.ops.difference(start.weights, x)
         if self.sum is None:
             change = average(w, self.reducer, change, weight)
         else:
             self.sum.all_reduce(change, Span(number, 0, change.numel()))
             w.ops.divide(change, workers)
-        at = UpdateContext(start.weights, samples=w.samples, count=workers, workers=workers)
+        at = UpdateContext(start.weights, samples=samples, count=workers, workers=workers)
         start.update(change.to(x.dtype), at)
         w.ops.copy(start.weights, x)
 
@@ -169,7 +174,7 @@ class LocalSteps(Strategy):
     def finish(self, w: Worker) -> None:
         """Average after an incomplete round."""
         if self.rounds.taken and w.step > self.warmup:
-            self._combine(w)
+            self._combine(w, w.step)
 
     def answer(self, w: Worker) -> Weights | None:
         """The average of all x, or the outcome of the outer rule at W."""
