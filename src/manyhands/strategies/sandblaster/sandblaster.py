@@ -70,7 +70,15 @@ class Sandblaster(Strategy):
     @property
     def traits(self) -> Traits:
         several = "a line search computes the loss at several points in one step"
-        return Traits(lockstep=True, on_worker_loss="continues", servers=True, may_end_early=True, needs_step=several)
+        return Traits(
+            lockstep=True,
+            on_worker_loss="continues",
+            servers=True,
+            may_end_early=True,
+            needs_step=several,
+            lag="always 0",
+            lag_counts="the weights do not change until all gradients at them are summed",
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(0 < self.lr < math.inf, "lr", self.lr, "> 0 and finite")
