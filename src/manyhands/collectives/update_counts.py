@@ -4,7 +4,8 @@
     worker 1   ... write, 0 -> 1     write, 1 -> 2     write, 2 -> 3
 
 Every worker writes its own count only, so no increment is lost, without a lock. An update counts once all of it is
-written. Updates in the middle of being written while this worker reads are therefore part of the lag.
+written: the lag of a gradient contains the updates that were completed between the beginning of its read and the end of
+its own write.
 """
 
 from __future__ import annotations
@@ -39,10 +40,7 @@ class UpdateCounts:
         """This worker is about to read the weights."""
         self._before = self._of_others()
 
-    def lag(self) -> StepLag:
-        """This worker is about to write its update: the lag of its gradient."""
-        return StepLag(applied_at(self._of_others() - self._before))
-
-    def written(self) -> None:
-        """This worker has written its update: from now on it is part of the lag of others."""
+    def written(self) -> StepLag:
+        """This worker has written its update, which is part of the lag of others from now on: its own lag."""
         self._counts[self._me] += 1
+        return StepLag(applied_at(self._of_others() - self._before))

@@ -146,13 +146,11 @@ class Svrg(Strategy):
         self.updates.read()
         read(w, self.u)
         loss = w.gradient(batch)
-        for g, at_origin, mu in zip([group.grad for group in w.flat.groups], self.at_origin, self.mu, strict=True):
-            w.ops.add(w.ops.add(g, at_origin, scale=-1), mu)
-        w.lag = self.updates.lag()
         for number, (group, weight_slice) in enumerate(zip(w.flat.groups, self.slices, strict=True)):
-            at = UpdateContext(weight_slice.weights, samples=w.samples)
-            weight_slice.update(group.grad, at, self._untouched(w, number))
-        self.updates.written()
+            v = w.ops.add(group.grad, self.at_origin[number], scale=-1)
+            w.ops.add(v, self.mu[number])
+            weight_slice.update(v, UpdateContext(weight_slice.weights, samples=w.samples), self._untouched(w, number))
+        w.lag = self.updates.written()
         return loss
 
     def _untouched(self, w: Worker, number: int) -> frozenset[int]:

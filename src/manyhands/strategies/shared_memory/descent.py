@@ -70,7 +70,6 @@ def descend(w: Worker, model: Descends, weight_slice: WeightSlice, batch: Batch,
         weight_slice.counts[index] += 1
     assert isinstance(weight_slice.rule, Scales)
     at = UpdateContext(weight_slice.weights, updates=weight_slice.counts[0], samples=w.samples)
-    w.lag = updates.lag()
     step.write(weight_slice.rule.scale(at))
-    updates.written()
+    w.lag = updates.written()
     return loss

@@ -85,10 +85,9 @@ class SharedMemory(Strategy):
         if self.snapshot:
             read(w, self.weights)
         loss = w.gradient(batch)
-        w.lag = self.updates.lag()
         for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
             self._write(w, group, weight_slice)
-        self.updates.written()
+        w.lag = self.updates.written()
         return loss
 
     def _write(self, w: Worker, group: DtypeGroup, weight_slice: WeightSlice) -> None:
