@@ -12,7 +12,8 @@ def main() -> None:
     print(f"test accuracy   {result.test_accuracy:.3f}")
     print(f"virtual time    {result.seconds:.3f} s, {result.samples_per_second:,.0f} samples/s")
     print(f"sent            {result.bytes_sent / 1e6:,.0f} MB")
-    print(f"ahead by        {result.mean_lag:.1f} steps on average, {result.max_lag} at most")
+    print(f"lag             {result.mean_lag:.1f} updates on average, {result.max_lag} at most")
+    print(f"ahead by        {result.max_ahead} steps at most")
     steps = [sum(line.get("rank") == rank for line in result.records) for rank in range(4)]
     print(f"steps by rank   {steps}")
 

@@ -18,7 +18,7 @@ def header(method="ssp:staleness=3", *, seed=0, workers=4, task="digits", world=
     machines = {"workers": workers, "servers": 0, "faults": [], "stragglers": [], **(cluster or {})}
     return {
         "kind": "header",
-        "format": 2,
+        "format": 3,
         "task": task,
         "method": method,
         "strategy": f"Strategy({method})",

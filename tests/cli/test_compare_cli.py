@@ -164,4 +164,4 @@ def test_a_row_counts_the_lines_it_gets():
     name, state, loss, accuracy, rate, sent, lag, waiting, reached = row.cells()
     assert (name, state, loss, accuracy) == ("bsp", "1 of 2, 50%", "1.1000", "0.7500")
     assert (rate, sent, lag, waiting, reached) == ("16", "4 kB", "1", "25 %", "3 s")
-    assert header()["format"] == 2
+    assert header()["format"] == 3

@@ -43,10 +43,10 @@ def test_bulk_is_the_same_to_the_last_bit(way, rule):
 @WAY
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_the_lag_never_passes_its_bound_and_the_budget_is_used_up(way, seed, staleness):
+def test_no_worker_is_ahead_by_more_than_the_bound_and_the_budget_is_used_up(way, seed, staleness):
     result = mh.train(linear(), mh.ssp(staleness=staleness, lr=0.01), cluster=cluster(way, seed), steps=15, seed=seed)
     steps = [line for line in result.records if "loss" in line]
-    assert max(line["lag"] for line in steps) <= staleness
+    assert max(line["ahead"] for line in steps) <= staleness
     assert len(steps) == 15 * 4
     assert result.samples == 15 * 4 * 4
 

@@ -210,11 +210,11 @@ def _stays_within_bounds(schedule, seen, result):
     """Nobody is let in, and no gradient is computed, further ahead than s; and what is recorded is what was."""
     s = schedule.knobs["staleness"]
     assert all(gap <= s for gap in seen.gaps)
-    recorded = {(line["rank"], line["step"] - 1): line["lag"] for line in steps_of(result)}
-    assert all(lag <= s for lag in recorded.values())
+    recorded = {(line["rank"], line["step"] - 1): line["ahead"] for line in steps_of(result)}
+    assert all(ahead <= s for ahead in recorded.values())
     if not schedule.aggregators:  # whoever comes by itself is seen by the shard itself
-        assert all(lag <= s for lag in seen.lags.values())
-        assert recorded.items() <= seen.lags.items()
+        assert all(ahead <= s for ahead in seen.ahead.values())
+        assert recorded.items() <= seen.ahead.items()
 
 
 # -- Sandblaster ----------------------------------------------------------------------------------

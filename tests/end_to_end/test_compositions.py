@@ -58,7 +58,7 @@ def four_parts(strength=0.5, codec=None):
 def test_ssp_with_servers_by_size_top_k_with_feedback_and_delay_compensation(ends):
     result = train(four_parts(), servers=3)
     assert learns(result)
-    assert 0 < result.max_lag <= 2, "stale(2) bounds, and somebody is late"
+    assert 0 < result.max_ahead <= 2, "stale(2) bounds, and somebody is late"
     for strategy in ends:
         assert sorted(sum(span.numel for span in client.spans) for client in strategy.clients) == [67, 67, 68]
         assert all(memory.abs().sum() > 0 for memory in strategy.encoder.memory), "feedback remembers what was not sent"
@@ -73,7 +73,7 @@ def test_the_same_among_processes():
     result = mh.train("digits", four_parts(), workers=workers, servers=1, steps=steps)
     told = losses(result)
     assert mean(told[-10:]) < mean(told[:10])
-    assert result.max_lag <= 2
+    assert result.max_ahead <= 2
     raw = workers * steps * 2 * sum(x.nbytes for x in result.weights.values())
     assert result.bytes < 0.6 * raw, "weights come whole, gradients do not go whole"
 

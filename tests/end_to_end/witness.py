@@ -58,7 +58,7 @@ class Witness:
         self.refused = defaultdict(set)  # shard: (worker, push)
         self.slowest_read = Counter()  # shard and worker: the slowest clock when it was last let in
         self.gaps = []  # how far ahead of the slowest somebody was when let in
-        self.lags = {}  # rank and step: how far ahead of what it had read a gradient was computed
+        self.ahead = {}  # rank and step: how far ahead of what it had read a gradient was computed
         self.replicas = {}  # rank: an elastic worker's own weights at the end
         self.combined = defaultdict(list)  # rank: its weights after each round
         self.batches = []  # those of Sandblaster: portions
@@ -95,7 +95,7 @@ class Witness:
 
     def _server_push(self, push, server, w):
         clock, shards = len(self.payloads[w.rank]), {shard for shard, i in self.slowest_read if i == w.rank}
-        self.lags[w.rank, w.step] = max((clock - self.slowest_read[shard, w.rank] for shard in shards), default=clock)
+        self.ahead[w.rank, w.step] = max((clock - self.slowest_read[shard, w.rank] for shard in shards), default=clock)
         self.payloads[w.rank].append((torch.zeros_like(w.flat.groups[0].grad), max(1, server.accruals)))
         push(server, w)
         if all(isinstance(client, SharedMemoryShard) for client in server.clients):

@@ -192,7 +192,7 @@ def test_the_gap_between_groups_never_passes_its_bound(staleness, where, digits6
     result = mh.train(digits64, mh.ssp(staleness, lr=0.02, groups=2), cluster=cluster, steps=10)
     steps = [line for line in result.records if "loss" in line]
     assert len(steps) == 5 * 10
-    assert max(line["lag"] for line in steps) <= staleness
+    assert max(line["ahead"] for line in steps) <= staleness
 
 
 # -- stragglers and losses ------------------------------------------------------------------------

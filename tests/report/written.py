@@ -5,7 +5,7 @@ def header(workers=1, replicas=None, servers=0, method="bsp", task="digits", see
     people = [{"role": "worker" if rank < workers else "server", "rank": rank, "host": 0} for rank in range(workers)]
     facts = {
         "kind": "header",
-        "format": 2,
+        "format": 3,
         "task": task,
         "method": method,
         "world": "virtual",

@@ -7,12 +7,18 @@ import torch
 
 from manyhands.codecs import Raw
 from manyhands.core.flat import Span
+from manyhands.core.lag import Outcomes
 from manyhands.core.vector_ops import UNCHARGED
 from manyhands.servers.aggregation import INNER, AggregationTree, AggregatorUplink
 from manyhands.servers.shard_server import ASK, DONE, JOIN, PUSH, QUIESCE, READY, WEIGHTS, PushHeader
 
 SERVER, CHILDREN = 9, (2, 3, 4)
 GROUP_WEIGHTS = f"{INNER[WEIGHTS].name}:{SERVER}"
+
+
+def dropped(count):
+    """The outcomes of so many gradients, all dropped with a lag of 1."""
+    return Outcomes(dropped=count, dropped_lag_sum=count)
 
 
 class Port:
@@ -67,7 +73,7 @@ class Talk:
         return self._then()
 
     def answer(self, version, refused=0):
-        self.uplink.answer(Brought(meta=(version, 0, refused), tensors=(torch.zeros(2),)))
+        self.uplink.answer(Brought(meta=(version, 0, *dropped(refused)), tensors=(torch.zeros(2),)))
         return self._then()
 
     def leave(self, child, **how):
@@ -152,13 +158,13 @@ def test_all_children_of_a_refused_sum_are_informed_once():
         talk.push(child)
         talk.uplink.ask(child, 0)
     talk.uplink.advance()
-    talk.uplink.answer(Brought(meta=(7, 1, 1), tensors=(torch.zeros(2),)))
+    talk.uplink.answer(Brought(meta=(7, 1, *dropped(1)), tensors=(torch.zeros(2),)))
     down = [meta for _, name, meta, _ in talk.port.sent if name == GROUP_WEIGHTS]
-    assert down == [(7, 1, 1)] * 3
+    assert down == [(7, 1, *dropped(1))] * 3
     talk.port.sent_since()
     talk.ask(3)
-    talk.uplink.answer(Brought(meta=(7, 0, 0), tensors=(torch.zeros(2),)))
-    assert [meta for *_, meta, _ in talk.port.sent] == [(7, 0, 0)]
+    talk.uplink.answer(Brought(meta=(7, 0, *dropped(0)), tensors=(torch.zeros(2),)))
+    assert [meta for *_, meta, _ in talk.port.sent] == [(7, 0, *dropped(0))]
 
 
 # -- when no child is waited for --------------------------------------------------------------------

@@ -199,7 +199,7 @@ def elastic_moves(faults=()):
             clients = connect(w, setup)
             for turn, client in product(range(10), clients):
                 xs = [(torch.full((span.numel,), turn + 1.0, dtype=torch.float64),) for span in client.spans]
-                moves.extend(e.tolist() for (e,) in client.exchange(xs, 0.3))
+                moves.extend(e.tolist() for (e,) in client.exchange(xs, 0.3).moves)
             for client in clients:
                 client.done()
         t.leave()

@@ -216,7 +216,7 @@ def test_a_push_during_which_a_process_died_is_dropped(when, first):
 
 
 @KIND
-def test_a_parked_worker_has_the_lag_of_the_moment_it_is_admitted(kind):
+def test_a_parked_worker_is_as_far_ahead_as_at_the_moment_it_is_admitted(kind):
     """Two clocks ahead it is parked; when the others have taken one step each, it is one ahead."""
     shard = shard_of(kind, Stale(1), Sgd(0.1), Raw())
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_a_parked_worker_has_the_lag_of_the_moment_it_is_admitted(kind):
     assert not shard.pull(0)
     assert shard.push(1, encoded(Raw(), gradient(1)), 0) == []
     assert shard.push(2, encoded(Raw(), gradient(2)), 0) == [0]
-    assert shard.clocks.lag[0] == 1
+    assert shard.clocks.ahead[0] == 1
 
 
 # -- whole runs -----------------------------------------------------------------------------------

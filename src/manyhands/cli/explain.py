@@ -54,9 +54,13 @@ LABELS = {
     "plans_ahead": "must know the number of steps",
     "needs_step": "in a loop with its own backward and optimizer step",
     "needs_whole_model": "over teams of ranks",
+    "lag": "the lag of a gradient",
+    "lag_counts": "what that counts, or why",
     "streams": "mini-batches of several steps are in flight",
 }
 """What the traits of a strategy are called here."""
+TEXTS = ("lag", "lag_counts")
+"""Traits that are printed as they are."""
 
 
 class LoopSource(NamedTuple):
@@ -89,7 +93,8 @@ def traits_of(method: Method) -> dict[str, Any]:
 def trait_lines(traits: Mapping[str, Any]) -> list[str]:
     """The traits in words."""
     words = {True: "yes", False: "no", "ends": "the run ends", "continues": "the run continues", "": "yes"}
-    return [f"{LABELS[name]}: {words.get(value) or f'no, {value}'}" for name, value in traits.items()]
+    texts = {name: value if name in TEXTS else words.get(value) or f"no, {value}" for name, value in traits.items()}
+    return [f"{LABELS[name]}: {text}" for name, text in texts.items()]
 
 
 def find(package: Path, loop: Loop) -> LoopSource | None:

@@ -47,7 +47,8 @@ STOPPED = 128 + signal.SIGTERM
 
 SHOWN = (
     *("workers", "servers", "steps", "seconds", "wall_seconds", "samples_per_second", "final_loss", "test_accuracy"),
-    *("bytes_sent", "mean_lag", "max_lag", "waited_seconds", "weights_sha256", "record", "lost", "stopped_at"),
+    *("bytes_sent", "mean_lag", "max_lag", "dropped", "dropped_mean_lag", "mean_apart", "max_apart", "max_ahead"),
+    *("waited_seconds", "weights_sha256", "record", "lost", "stopped_at"),
 )
 """The fields of the result that `--json` prints."""
 
@@ -70,6 +71,7 @@ def run(argv: Sequence[str]) -> int:
             result, interrupted = error.result, True
     link = None if is_virtual(options) else options.link or "shm"
     facts = {"method": method.name, "task": options.task, "seed": options.seed, "world": result.world, "link": link}
+    facts["lag"] = result.records[0]["lag"]
     facts |= {name: getattr(result, name) for name in SHOWN}
     print_json(facts) if options.json else print(summary(facts))
     return ending(result, argv, interrupted)

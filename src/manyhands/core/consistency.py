@@ -25,8 +25,7 @@ class Consistency(Protocol):
     merges: ClassVar[bool]
     """Whether pending gradients make one update (their mean) or one update each."""
     bounds_clocks: ClassVar[bool]
-    """Whether it bounds the gap between clocks, by its knob `staleness`. Lag is that gap then, else a gradient's age in
-    versions."""
+    """Whether it bounds by how many clocks a worker is ahead of the slowest, by its knob `staleness`."""
     tolerates_loss: ClassVar[bool]
     """Whether a run continues after a worker is lost."""
 

@@ -41,6 +41,7 @@ from manyhands.core.declared_state import load_state, save_state
 from manyhands.core.errors import NotWritten
 from manyhands.core.footprint import footprint
 from manyhands.core.gather import Gathered
+from manyhands.core.lag import NO_LAG, UNKNOWN_LAG
 from manyhands.core.param_groups import rule_of
 from manyhands.core.port import Transport
 from manyhands.core.record import Line
@@ -122,6 +123,7 @@ class RankRun:
         """The rank that got the answer, known after `end`."""
         self.observe = observe
         """What takes the lines."""
+        self.usual_lag = NO_LAG if strategy.traits.lag == "always 0" else UNKNOWN_LAG
 
     def begin(self, resume: Snapshot | None = None, *, joins: bool = False) -> None:
         """Set up; then restore the state of a checkpoint, or catch up with a run that has begun already."""
@@ -137,6 +139,7 @@ class RankRun:
         """Consume one mini-batch; the newest known loss. Call it without autograd: only models run with gradients."""
         w = self.worker
         w.timer.begin()
+        w.lag = self.usual_lag
         loss = self.strategy.step(w, batch)
         w.step += 1
         if self.observe is not None:
@@ -213,7 +216,7 @@ def _line(w: Worker, loss: float | None, notes: Mapping[str, Any]) -> Line:
         "loss": None if loss is None or math.isnan(loss) else loss,
         "samples": w.samples_in_step or w.batch_size,
         "bytes": t.bytes_sent,
-        "lag": w.lag,
+        **w.lag.fields(),
         "waited": t.waited(),
         **w.timer.facts(),
         **notes,

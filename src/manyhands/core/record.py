@@ -32,6 +32,8 @@ class HeaderLine(TypedDict):
     method: str
     strategy: str
     bounded: bool
+    lag: NotRequired[Literal["always 0", "counted", "not defined"]]
+    lag_counts: NotRequired[str]
     world: str
     link: str | None
     cluster: dict[str, Any] | None
@@ -58,7 +60,7 @@ class StepLine(TypedDict):
     loss: float | None
     samples: int
     bytes: int
-    lag: int
+    lag: int | None
     waited: float
     began: float
     compute_began: float
@@ -66,6 +68,12 @@ class StepLine(TypedDict):
     encode: float
     wait: float
     send: float
+    applied: NotRequired[int]
+    lag_sum: NotRequired[int]
+    dropped: NotRequired[int]
+    dropped_lag_sum: NotRequired[int]
+    apart: NotRequired[int]
+    ahead: NotRequired[int]
 
 
 class EvaluationLine(TypedDict):

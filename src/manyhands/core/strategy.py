@@ -59,6 +59,11 @@ class Traits:
     """Why a user's loop that calls `backward` itself cannot supply its gradients; empty if it can."""
     needs_whole_model: str = ""
     """Why the parts of a model cannot be trained separately, each by this method; empty if they can."""
+    lag: Literal["always 0", "counted", "not defined"] = "not defined"
+    """Whether the lag of a gradient (core/lag.py) is 0 by construction, is counted by the strategy in every step, or
+    has no meaning."""
+    lag_counts: str = ""
+    """What the updates are that a lag counts, or why it is always 0 or not defined."""
     streams: bool = False
     """Whether mini-batches of successive steps are in flight together, so that the last one must be announced."""
 

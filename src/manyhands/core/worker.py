@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from manyhands.core.buckets import ReadyBuckets
 from manyhands.core.errors import Diverged, Refused, refuse_unless, unknown
 from manyhands.core.flat import Flat, Span
+from manyhands.core.lag import UNKNOWN_LAG
 from manyhands.core.model_check import refuse_uninitialised
 from manyhands.core.param_groups import groups
 from manyhands.core.port import REFERENCE_FLOPS, Transport
@@ -97,7 +98,8 @@ class Worker:
         self.statistics: Mapping[str, RunningStatistic] = {}
         """The running statistics of the model, as they were when the run began."""
         self.step = self.joined_at = 0
-        self.lag = 0
+        self.lag = UNKNOWN_LAG
+        """How stale the gradients were whose outcome has become known in this step; a strategy sets it."""
         self.samples_in_step = 0
         """How many samples the step under way has in a user's own loop; 0: a mini-batch of the usual size."""
         self.options: tuple[float, ...] = ()

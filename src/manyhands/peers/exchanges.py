@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import PeerLost
+from manyhands.core.lag import StepLag, applied_at
 from manyhands.core.port import Message, Tag, recv
 from manyhands.peers.peer_model import PeerModel
 
@@ -91,6 +92,7 @@ class PairwiseAverage:
         if self.open is None:
             self.own.send(offer.frm, ACCEPT)
             self.own.average(self.own.decode_model(offer.tensors))
+            self.own.changed_by_peer()
         else:
             self.own.w.transport.send(offer.frm, REFUSE)
         offer.release()
@@ -163,6 +165,7 @@ class PushAverage:
             self.total = [ops.clone(y) for y in decoded]
         message.release()
         self.received += 1
+        self.own.changed_by_peer()
         return False
 
     def lose(self, rank: int) -> bool:
@@ -205,6 +208,7 @@ class PeerLoop:
         gradients = [group.grad for group in flat.groups]
         self._transport.send(self._rank, GRADIENT, tuple(sorted(flat.untouched())), gradients)
         recv(self._transport, MOVED, frm=self._rank)
+        self.own.w.lag = StepLag(applied_at(self.own.lag))
 
     def settle(self) -> None:
         """Average what has been received; for a pause, in which no step follows that would do it."""

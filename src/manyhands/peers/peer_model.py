@@ -38,9 +38,14 @@ class PeerModel:
         self.codec = codec
         self.x = [group.weights.clone() for group in w.flat.groups] if x is None else list(x)
         self.slices = replica_slices(w.ops, w.flat, rule, self.x)
+        self.lag = 0
+        """That of the gradient that `update` has applied last."""
+        self._exchanges = 0
+        """How many exchanges that peers began have changed x, or are to change it, since it was shown last."""
 
     def update(self, gradient: Message) -> None:
         """x <- x + rule(g); the message's meta are the parameters that the mini-batch has not touched."""
+        self.lag = self._exchanges
         for weight_slice, g in zip(self.slices, gradient.tensors, strict=True):
             at = UpdateContext(weight_slice.weights, samples=self.w.samples)
             weight_slice.apply_mean([g], at, gradient.meta)  # it is lent, so it must not be overwritten
@@ -64,6 +69,10 @@ class PeerModel:
             return list(tensors)
         return [self.w.ops.decoded(self.codec, (tensor,), x) for tensor, x in zip(tensors, self.x, strict=True)]
 
+    def changed_by_peer(self) -> None:
+        """A peer has begun an exchange that changes x: gradients at the weights shown before are staler by one."""
+        self._exchanges += 1
+
     @torch.no_grad()
     def average(self, total: Sequence[Tensor], count: int = 1) -> None:
         """x <- (x + total) / (1 + count), where `total` is the sum of `count` decoded models."""
@@ -85,6 +94,7 @@ class PeerModel:
     @torch.no_grad()
     def show(self) -> None:
         """Copy x into the model's weights."""
+        self._exchanges = 0
         for group, x in zip(self.w.flat.groups, self.x, strict=True):
             self.w.ops.copy(x, group.weights)
 

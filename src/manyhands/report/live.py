@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from manyhands.report.measures import Target, totals
 from manyhands.report.progress import Progress, is_notebook
 from manyhands.report.reading import RecordedRun
+from manyhands.report.result_tables import UNKNOWN
 from manyhands.report.theme import bytes_text, count_text, number_text, seconds_text, share_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Row:
     def _clear(self) -> None:
         self.running = False
         self.samples = self.inside = self.waited = self.time = self.lags = 0.0
-        self.steps = 0
+        self.steps = self.applied = 0
         self.loss = self.accuracy = self.reached = None
         self.bytes: dict[int, int] = {}
 
@@ -64,7 +65,9 @@ class Row:
         self.samples += line["samples"]
         self.time = max(self.time, line["time"])
         self.steps += 1
-        self.lags += line["lag"]
+        if line["lag"] is not None:
+            self.applied += line.get("applied", 1)
+            self.lags += line.get("lag_sum", line["lag"])
         self.waited += line["wait"]
         self.inside += line["time"] - line["began"]
         self.bytes[line["rank"]] = line["bytes"]
@@ -99,7 +102,8 @@ class Row:
             return [self.name, self.state(), *[""] * (len(COLUMNS) - 2)]
         rate = count_text(self.samples / self.time if self.time else None)
         sent, waiting = bytes_text(sum(self.bytes.values())), share_text(self.waited / max(self.inside, 1e-12))
-        numbers = [number_text(self.loss), number_text(self.accuracy), rate, sent, count_text(self.lags / self.steps)]
+        lag = count_text(self.lags / self.applied) if self.applied else UNKNOWN
+        numbers = [number_text(self.loss), number_text(self.accuracy), rate, sent, lag]
         return [self.name, self.state(), *numbers, waiting, seconds_text(self.reached)]
 
 
@@ -108,7 +112,7 @@ def ended(row: Mapping[str, Any]) -> list[str]:
     if row["failure"] is not None:
         return [f"failed: {row['failure']}", *[""] * (len(COLUMNS) - 3)]
     rate, sent = count_text(row["samples_per_second"]), bytes_text(row["bytes"])
-    last = [count_text(row["mean_lag"]), share_text(row["waiting"]), seconds_text(row["seconds_to_target"])]
+    last = [count_text(row["mean_lag"]) or UNKNOWN, share_text(row["waiting"]), seconds_text(row["seconds_to_target"])]
     return [number_text(row["loss"]), number_text(row["accuracy"]), rate, sent, *last]
 
 

@@ -17,13 +17,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from manyhands.core.errors import Refused, refuse_unless, unknown
+from manyhands.core.lag import LagSummary, lag_fields, lag_summary
 from manyhands.core.record import PauseLine, StepLine
 from manyhands.report.reading import RecordedRun
 
@@ -199,7 +200,12 @@ class Measures:
 
     @property
     def lags(self) -> list[int]:
-        return [int(line["lag"]) for line in self.run.steps]
+        """The lag of each step in which that of an applied gradient became known."""
+        return [line["lag"] for line in self.run.steps if line["lag"] is not None]
+
+    @cached_property
+    def lag(self) -> LagSummary:
+        return lag_summary(self.run.steps)
 
     @property
     def memory(self) -> int:
@@ -252,8 +258,7 @@ def totals(run: RecordedRun, target: Target | None = None) -> dict[str, Any]:
         "samples": m.samples,
         "samples_per_second": m.samples / m.seconds if m.seconds else None,
         "bytes": m.bytes,
-        "mean_lag": fmean(m.lags) if m.lags else None,
-        "max_lag": max(m.lags, default=None),
+        **lag_fields(m.lag),
         "waiting": m.waiting(),
         "memory": m.memory,
         "seconds_to_target": None if reached is None else reached["seconds"],

@@ -21,7 +21,8 @@ Row = dict[str, Any]
 
 MEDIANS = (
     *("seconds_to_target", "samples_to_target", "bytes_to_target", "samples_per_second", "accuracy", "loss"),
-    *("seconds", "samples", "bytes", "mean_lag", "max_lag", "waiting", "memory"),
+    *("seconds", "samples", "bytes", "mean_lag", "max_lag", "dropped", "dropped_mean_lag", "mean_apart", "max_apart"),
+    *("max_ahead", "waiting", "memory"),
 )
 """The fields of a row that are medians over seeds."""
 

@@ -31,6 +31,12 @@ KIND_BY_FIELD = {
 }
 """Records of format 1 have no kinds: a field that only lines of one kind have."""
 
+COUNTS_LAGS = 3
+"""The format from which on all lags are counted alike."""
+OLD_LAGS = (
+    "the record has format {}: its lags may be clocks, those of dropped gradients, or 0 though they were not counted"
+)
+
 
 @dataclass
 class RecordedRun:
@@ -104,6 +110,8 @@ def read(path: str | Path) -> RecordedRun:
     run = of_lines(_parsed(text, damaged), str(path))
     run.path = path
     run.warnings += damaged
+    if run.header["format"] < COUNTS_LAGS:
+        run.warnings.append(OLD_LAGS.format(run.header["format"]))
     if run.end is None:
         run.warnings.append(
             "the record has no last line: the run was cut short, and this report shows what was recorded"

@@ -28,9 +28,9 @@ log = logging.getLogger("manyhands")
 
 NAME = "record.jsonl"
 """The file name of a record, in the folder of its run."""
-FORMAT = 2
+FORMAT = 3
 """Grows when a field changes its meaning. 2: every line has its `kind`; that of an error became `error_kind`."""
-FORMATS = (1, FORMAT)
+FORMATS = (1, 2, FORMAT)
 """Those that reports read."""
 FLUSH = 1.0
 """Seconds until a line is certainly on disk."""

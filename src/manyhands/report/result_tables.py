@@ -13,6 +13,9 @@ from typing import Any
 from manyhands.report.measures import Target
 from manyhands.report.theme import bytes_text, count_text, number_text, seconds_text, share_text
 
+UNKNOWN = "-"
+"""In a narrow table: a measure that is unknown, or not defined for the method."""
+
 
 def result_rows(facts: Mapping[str, Any]) -> dict[str, str]:
     """The rows of one result, from its fields by name; those without a value are left out."""
@@ -26,7 +29,7 @@ def result_rows(facts: Mapping[str, Any]) -> dict[str, str]:
         "time": f"{f['seconds']:.4g} {virtual}seconds ({wall})",
         "speed": f"{f['samples_per_second']:,.0f} samples per {virtual}second, {steps}",
         "sent": f"{f['bytes_sent'] / 1e6:,.1f} MB",
-        "lag": None if f["mean_lag"] is None else f"{f['mean_lag']:.2f} on average, {f['max_lag']} at most",
+        **lag_rows(f),
         "waited": f"{f['waited_seconds']:.4g} s",
         "record": None if f["record"] is None else str(f["record"]),
     }
@@ -59,8 +62,24 @@ def ranking_cells(row: Mapping[str, Any], target: Target | None) -> list[str]:
     return [str(row["rank"]), str(row["method"]), *first, *last]
 
 
+def lag_rows(facts: Mapping[str, Any]) -> dict[str, str | None]:
+    """What is known of lags; what the method does not have is None."""
+    f, lag = facts, "not defined" if facts.get("lag") == "not defined" else "unknown"
+    if f["mean_lag"] is not None:
+        lag = f"{f['mean_lag']:.2f} on average, {f['max_lag']} at most"
+    dropped, apart, ahead = f.get("dropped"), f.get("mean_apart"), f.get("max_ahead")
+    return {
+        "lag": lag,
+        "dropped": f"{dropped} gradients, with a lag of {f['dropped_mean_lag']:.2f} on average" if dropped else None,
+        "shards": None if apart is None else f"{apart:.2f} versions apart on average, {f['max_apart']} at most",
+        "ahead": None if ahead is None else f"at most {ahead} clocks of the slowest worker",
+    }
+
+
 def lag_text(row: Mapping[str, Any]) -> str:
-    """The mean lag, and the largest one if there was any."""
+    """The mean lag, and the largest one if there was any; - if it is unknown or not defined."""
+    if row["mean_lag"] is None:
+        return UNKNOWN
     return count_text(row["mean_lag"]) + (f" (≤ {row['max_lag']:.0f})" if row["max_lag"] else "")
 
 

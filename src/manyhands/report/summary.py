@@ -13,6 +13,11 @@ from manyhands.report.theme import bytes_text, count_text, seconds_text, share_t
 Row = dict[str, Any]
 Show = Callable[[float | None], str]
 
+WITHOUT = {"seconds_to_target": "not reached", "mean_lag": "-"}
+"""What a cell says where no run has a value."""
+LARGEST = {"mean_lag": "max_lag", "mean_apart": "max_apart"}
+"""Means, each with the measure that is its largest value."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -53,12 +58,19 @@ def columns(section: Section) -> list[Column]:
         Column("samples_per_second", f"samples per {s}", count_text),
         Column("bytes", "sent", bytes_text),
         Column("mean_lag", "lag", count_text),
+        Column("dropped", "dropped gradients", count_text),
+        Column("mean_apart", "shards apart", count_text),
         Column("waiting", "waiting", share_text),
         Column("memory", "memory of a rank", bytes_text),
     ]
     rows = [section.total(member) for member in section.members]
     wanted = [column for column in every if section.target is not None or not column.key.endswith("_to_target")]
-    return [c for c in wanted if c.key == "seconds_to_target" or any(row[c.key] is not None for row in rows)]
+    return [c for c in wanted if c.key == "seconds_to_target" or any(_says(row[c.key], c) for row in rows)]
+
+
+def _says(value: float | None, column: Column) -> bool:
+    """Whether the column is worth its room for this value: most methods drop no gradient."""
+    return value is not None and (value != 0 or column.key != "dropped")
 
 
 def lines(section: Section) -> list[SummaryLine]:
@@ -86,10 +98,10 @@ def _cell(column: Column, rows: Sequence[Row], group: RunGroup) -> Cell:
     values = [row[column.key] for row in rows]
     found = [value for value in values if value is not None]
     if not found:
-        return Cell("not reached" if column.key == "seconds_to_target" else "")
+        return Cell(WITHOUT.get(column.key, ""))
     spread = _range(column.show(min(found)), column.show(max(found)))
-    if column.key == "mean_lag":
-        spread = f"at most {most}" if (most := max(row["max_lag"] or 0 for row in rows)) else ""
+    if (largest := LARGEST.get(column.key)) is not None:
+        spread = f"at most {most}" if (most := max(row[largest] or 0 for row in rows)) else ""
     if column.key == "seconds_to_target" and len(found) < len(values):
         spread = f"{len(found)} of {len(values)} seeds{': ' if spread else ''}{spread}"
     return Cell(column.show(group.middle(found)), spread)

@@ -12,6 +12,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from manyhands.core.errors import Refused, unknown
+from manyhands.core.lag import lag_fields
 from manyhands.core.record import SHAPES
 from manyhands.report.charts.curves import AXES, curves
 from manyhands.report.groups import sections
@@ -67,10 +68,9 @@ def result_html(result: Result) -> str:
 
 def _facts(result: Result) -> Mapping[str, Any]:
     """The fields and properties by name, and the method and the link, which are in the header of the record."""
-    names = ("samples_per_second", "mean_lag", "max_lag")
     header = result.records[0]
-    more = {name: getattr(result, name) for name in names}
-    return {**vars(result), **more, "method": header["method"], "link": header["link"]}
+    more = {name: header[name] for name in ("method", "link", "lag")}
+    return {**vars(result), **lag_fields(result.lag), "samples_per_second": result.samples_per_second, **more}
 
 
 def comparison_text(found: Comparison) -> str:

@@ -138,9 +138,9 @@ class Hands(LoopRecord, LoopShares):
         return self._joined.worker.lead == self.rank
 
     @property
-    def lag(self) -> int:
-        """The staleness of the last read or gradient."""
-        return self._training.worker.lag
+    def lag(self) -> int | None:
+        """The lag of the gradient whose outcome became known in the last step; None if none did, or not defined."""
+        return self._training.worker.lag.lag
 
     def __enter__(self) -> Hands:
         if self._is_open or (self._joined is not None and self._joined.has_begun):

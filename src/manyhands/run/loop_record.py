@@ -127,6 +127,8 @@ class LoopLines:
             "method": str(recipe_of(self._strategy)),
             "strategy": repr(strategy),
             "bounded": traits.lockstep or traits.bounded,
+            "lag": traits.lag,
+            "lag_counts": traits.lag_counts,
             "workers": len(w.workers),
             "servers": len(w.servers),
             "replicas": self._training.replicas,

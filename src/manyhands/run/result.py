@@ -7,11 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from manyhands.core.lag import LagSummary
 from manyhands.core.strategy import Batch, Weights
 from manyhands.core.task import Task
 from manyhands.splits.data import collate, tensors_of
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
 
 TAIL = 0.05
 """The final loss is the mean over this share of the run, because the loss of one mini-batch is noisy."""
-
-
-class Lag(NamedTuple):
-    """How stale reads or gradients were, over all steps."""
-
-    mean: float
-    max: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +45,7 @@ class Result:
     final_loss: float | None
     test_accuracy: float | None
     bytes_sent: int
-    lag: Lag
+    lag: LagSummary
     waited_seconds: float
     weights: Weights | None
     buffers: Weights | None
@@ -70,12 +64,37 @@ class Result:
         return self.bytes_sent
 
     @property
-    def mean_lag(self) -> float:
+    def mean_lag(self) -> float | None:
+        """Of the gradients that were applied; None if it is not defined for the method, or not known."""
         return self.lag.mean
 
     @property
-    def max_lag(self) -> int:
+    def max_lag(self) -> int | None:
         return self.lag.max
+
+    @property
+    def dropped(self) -> int:
+        """How many gradients were dropped."""
+        return self.lag.dropped
+
+    @property
+    def dropped_mean_lag(self) -> float | None:
+        """The mean lag of the dropped gradients; None if there are none."""
+        return self.lag.dropped_mean
+
+    @property
+    def mean_apart(self) -> float | None:
+        """How many versions apart the shards of one read were; None unless several shards were read."""
+        return self.lag.apart_mean
+
+    @property
+    def max_apart(self) -> int | None:
+        return self.lag.apart_max
+
+    @property
+    def max_ahead(self) -> int | None:
+        """How many clocks a worker was ahead of the slowest when it read; None if clocks are not bounded."""
+        return self.lag.ahead_max
 
     @property
     def samples_per_second(self) -> float:
@@ -113,12 +132,6 @@ class Interrupted(KeyboardInterrupt):
         stopped = f"the run was stopped at step {result.stopped_at} and saved: resume={folder!r} continues it"
         super().__init__("the run was complete" if result.stopped_at is None else stopped)
         self.result = result
-
-
-def lag_of(steps: Sequence[dict[str, Any]]) -> Lag:
-    """Mean and largest lag of the recorded steps."""
-    lags = [line["lag"] for line in steps]
-    return Lag(sum(lags) / len(lags), max(lags)) if lags else Lag(0.0, 0)
 
 
 def final_loss(steps: Sequence[dict[str, Any]]) -> float | None:

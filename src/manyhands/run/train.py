@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import NotWritten, PeerLost, refuse_unless
+from manyhands.core.lag import lag_summary
 from manyhands.core.recipe import recipe_of
 from manyhands.core.record import decoded
 from manyhands.core.strategy import Strategy
@@ -23,7 +24,7 @@ from manyhands.report.machine import provenance
 from manyhands.report.progress import Progress, choose
 from manyhands.report.record import FORMAT, Record
 from manyhands.run.methods import over_team
-from manyhands.run.result import Interrupted, Result, evaluate, final_loss, lag_of, sha256
+from manyhands.run.result import Interrupted, Result, evaluate, final_loss, sha256
 from manyhands.run.spec import RunSpec, make_spec
 from manyhands.virtual.cluster import Cluster
 
@@ -184,6 +185,8 @@ def _header(spec: RunSpec) -> dict[str, Any]:
         "method": str(recipe_of(spec.strategy)),
         "strategy": repr(spec.strategy),
         "bounded": spec.lockstep or spec.strategy.traits.bounded,
+        "lag": spec.strategy.traits.lag,
+        "lag_counts": spec.strategy.traits.lag_counts,
         **spec.engine.facts(),
         "workers": spec.workers,
         "servers": spec.servers,
@@ -221,7 +224,7 @@ def _result(spec: RunSpec, ran: Ran, record: Record, began: float) -> Result:
         final_loss=final_loss([line for line in steps if spec.is_last_of_replica(line["rank"])]),
         test_accuracy=None if weights is None else evaluate(spec.task, weights, lead.buffers, spec.seed),
         bytes_sent=ran.bytes_sent,
-        lag=lag_of(steps),
+        lag=lag_summary(steps),
         waited_seconds=sum(waited.values()),
         weights=weights,
         buffers=lead.buffers,

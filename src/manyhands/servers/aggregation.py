@@ -12,11 +12,11 @@ child                              aggregator                             server
   PUSH (version seen)  ---------->  sum <- sum + g
                                     PUSH (oldest version, terms) ------->  a part of an update, or a whole one
   ASK  -------------------------->  ASK -------------------------------->  admitted? parked?
-  <---- WEIGHTS, to all that asked  <------------------------------------  WEIGHTS (version, lag, refused)
+  <---- WEIGHTS, to all that asked  <------------------------------------  WEIGHTS (version, clocks ahead, outcomes)
   DONE, QUIESCE, JOIN ----------->  the same, once the last, or the first, of the group has sent it
 
 An aggregator pushes the sum of the group's gradients, how many they are, of how many mini-batches, and the oldest
-version that one of them was computed at: staleness is that of the original read. Sums are sent raw: the gradients of
+version that one of them was computed at: the lag is that of the original read. Sums are sent raw: the gradients of
 children are decoded first, and a second encoding would either lose what no memory holds, or need a memory that every
 checkpoint has to contain. The lead sends FINAL, SAVE and RESTORE, while all other workers have quiesced, to the servers
 directly.
@@ -45,6 +45,7 @@ from manyhands.core.consistency import Consistency
 from manyhands.core.encoder import codec_for_span
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
+from manyhands.core.lag import NO_OUTCOMES, Outcomes
 from manyhands.core.port import Message, Meta, Tag, recv
 from manyhands.core.vector_ops import VectorOps
 from manyhands.core.worker import Worker
@@ -144,8 +145,8 @@ class AggregatorUplink:
         """Whether the server has been asked and has not answered."""
         self._pushed: set[int] = set()
         """The children whose gradients are in the sum that was pushed last."""
-        self._refused: set[int] = set()
-        """The children whose gradients were refused and that were not sent an answer since."""
+        self._outcomes: dict[int, Outcomes] = {}
+        """What became of the sums that contain a child's gradients, since it was sent an answer."""
         self._joined = True
         """Whether the group counts as a client of the shard."""
 
@@ -191,15 +192,15 @@ class AggregatorUplink:
 
     def answer(self, message: Message) -> None:
         """Send weights to the children that asked, except those whose own gradients they cannot contain."""
-        version, lag, refused = message.meta
+        version, ahead, *numbers = message.meta
         weights = self._w.ops.keep(message)
         self._in_flight = False
-        if refused:
-            self._refused |= self._pushed
+        for child in self._pushed:
+            self._outcomes[child] = self._outcomes.get(child, NO_OUTCOMES).plus(Outcomes(*numbers))
         for child in [one for one in sorted(self._asking) if one not in self._held and self._asking[one] <= version]:
             del self._asking[child]
-            self._t.send(child, self._weights, (version, lag, int(child in self._refused)), weights)
-            self._refused.discard(child)
+            outcomes = self._outcomes.pop(child, NO_OUTCOMES)
+            self._t.send(child, self._weights, (version, ahead, *outcomes), weights)
 
     def advance(self) -> None:
         """Push, ask or leave if it is time, unless an answer is outstanding."""

@@ -11,13 +11,14 @@ from collections.abc import MutableSequence, Sequence
 from typing import NamedTuple
 
 from manyhands.core.consistency import WorkerClock
+from manyhands.core.lag import NO_OUTCOMES, Outcomes
 
 NEVER = 2**62
 """The clock of a worker that has left: it is never the slowest."""
 
 _VERSION, _SLOWEST, _AT_SLOWEST, _ALIVE, _BEGUN, _PENDING, _LEFT_BEHIND, _BATCHES = range(8)
 _HEAD = 8
-_ROWS = 6
+_ROWS = 10
 _SLOT_ROWS = 4
 
 
@@ -60,7 +61,7 @@ class ClockTable:
         rows = [cells[_HEAD + row * workers : _HEAD + (row + 1) * workers] for row in range(_ROWS)]
         after = _HEAD + _ROWS * workers
         self._head = cells[:_HEAD]
-        self.clock, self.waiting, self.parked, self.lag, self.wanted, self.refused = rows
+        self.clock, self.waiting, self.parked, self.ahead, self.wanted, *self._outcomes = rows
         rows = [cells[after + row * slots : after + (row + 1) * slots] for row in range(_SLOT_ROWS)]
         self._owner, self._seen, self._terms, self._batches = rows
         self.counts = cells[after + _SLOT_ROWS * slots :]
@@ -157,6 +158,30 @@ class ClockTable:
             if self.clock[i] == NEVER:
                 self._head[_LEFT_BEHIND] -= 1
         self._head[_PENDING] -= len(some)
+
+    def note_applied(self, some: Sequence[Pending]) -> None:
+        """These gradients are part of the update that leads to the next version."""
+        applied, lag_sum, lag_max, *_ = self._outcomes
+        for one in some:
+            i, lag = one.worker, self.version - one.seen
+            applied[i] += 1
+            lag_sum[i] += lag
+            lag_max[i] = max(lag_max[i], lag)
+
+    def note_dropped(self, i: int, seen: int) -> None:
+        """A gradient of worker `i`, computed at version `seen`, is dropped."""
+        *_, dropped, lag_sum = self._outcomes
+        dropped[i] += 1
+        lag_sum[i] += self.version - seen
+
+    def take_outcomes(self, i: int) -> Outcomes:
+        """What has become of the gradients of worker `i` since this was called last."""
+        found = Outcomes(*[row[i] for row in self._outcomes])
+        if found == NO_OUTCOMES:
+            return NO_OUTCOMES
+        for row in self._outcomes:
+            row[i] = 0
+        return found
 
     def has_left(self, i: int) -> bool:
         """Whether worker `i` has finished, is lost, or has not joined yet."""

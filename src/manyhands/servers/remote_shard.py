@@ -13,13 +13,14 @@ from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
+from manyhands.core.lag import NO_OUTCOMES, Outcomes
 from manyhands.core.port import Endpoint, Message, Meta, Tag, recv
 from manyhands.core.state import StateSlice
 from manyhands.core.strategy import Saved
 from manyhands.core.vector_ops import UNCHARGED
 from manyhands.core.worker import Worker
 from manyhands.servers.pending_gradients import Payload
-from manyhands.servers.shard_client import Pushed
+from manyhands.servers.shard_client import Moved, Pushed
 from manyhands.servers.shard_server import (
     ASK,
     DONE,
@@ -63,14 +64,15 @@ class RemoteShard:
         endpoint: Endpoint | None = None,
     ) -> None:
         self.spans = spans
-        self.lag = 0
+        self.ahead = 0
+        self._outcomes = NO_OUTCOMES
         self._first = first
         self._endpoint: Endpoint = endpoint or w.transport
         self._w = w
         self._ops = w.ops
         self._slots = w.flat.slots
         self._server = server
-        self._version = 0
+        self.version = 0
 
     def _send(self, tag: Tag, meta: Meta = (), tensors: Sequence[Tensor] = ()) -> None:
         """What an aggregator handles instead of the server, if there is one: pushes, pulls and membership."""
@@ -82,7 +84,7 @@ class RemoteShard:
     @property
     def _wanted(self) -> Meta:
         """The version that the shard must have reached before it answers."""
-        return (0 if self._first is None else self._first._version,)
+        return (0 if self._first is None else self._first.version,)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -94,21 +96,28 @@ class RemoteShard:
 
     def _read(self, message: Message, into: Sequence[Tensor]) -> bool:
         _copy(message, into)
-        self._version, self.lag, refused = message.meta
-        return bool(refused)
+        self.version, self.ahead, *numbers = message.meta
+        outcomes = Outcomes(*numbers)
+        self._outcomes = self._outcomes.plus(outcomes)
+        return outcomes.dropped > 0
 
     def push_pull(
         self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1
     ) -> Pushed:
-        seen = (self._first or self)._version  # a shard that follows may be read later, but judges as the first does
+        seen = (self._first or self).version  # a shard that follows may be read later, but judges as the first does
         header = PushHeader(seen, tuple(untouched), lengths_of(payload), batches, options=self._w.options)
         self._send(PUSH, header, tuple(chain(*payload)))
-        return Pushed(self._version)
+        return Pushed(self.version)
 
-    def exchange(self, payload: Payload, alpha: float) -> Payload:
+    def outcomes(self) -> Outcomes:
+        found, self._outcomes = self._outcomes, NO_OUTCOMES
+        return found
+
+    def exchange(self, payload: Payload, alpha: float) -> Moved:
         self._endpoint.send(self._server, EXCHANGE, (alpha, *lengths_of(payload)), tuple(chain(*payload)))
         message = recv(self._endpoint, MOVED, frm=self._server)
-        return regroup(self._ops.keep(message), message.meta)
+        version, *lengths = message.meta
+        return Moved(version, regroup(self._ops.keep(message), lengths))
 
     # -- membership and checkpoints ---------------------------------------------------------------
 
@@ -138,7 +147,7 @@ class RemoteShard:
     def state(self) -> list[StateSlice]:
         self._endpoint.send(self._server, SAVE, self._wanted)
         message = recv(self._endpoint, STATE, frm=self._server)
-        self._version, names, starts = message.meta
+        self.version, names, starts = message.meta
         return [StateSlice(*one) for one in zip(names, starts, message.keep(), strict=True)]
 
     def restore(self, saved: Saved) -> None:

@@ -5,8 +5,8 @@
     follow(o)    if another shard decides: the next update is made of one gradient of each worker in o
     exchange(x)  e = alpha (x - w);  w <- w + e;  e is returned      (the elastic move; both are encoded)
 
-The staleness of a gradient is the version that it is applied to minus the version that its worker had read, which is
-sent with the push. For a rule that needs the weights that a gradient was computed at, the shard keeps the weights that
+The lag of a gradient is the version that it is applied to minus the version that its worker had read, which is sent
+with the push. For a rule that needs the weights that a gradient was computed at, the shard keeps the weights that
 each worker read last: a copy, replaced by each read of that worker. These copies are not saved, because a resumed
 worker reads before it pushes.
 
@@ -100,7 +100,7 @@ class Shard:
             clocks.parked[i], clocks.wanted[i] = 1, at_least
             return False
         if self.when.bounds_clocks:
-            clocks.lag[i] = max(0, me.clock - me.slowest)
+            clocks.ahead[i] = max(0, me.clock - me.slowest)
         return True
 
     def push(
@@ -120,15 +120,12 @@ class Shard:
         If it is the sum of several gradients, `terms` is their number, and `seen` the oldest of their versions.
         """
         clocks = self.clocks
-        lag = clocks.version - seen
-        if not self.when.bounds_clocks:
-            clocks.lag[i] = lag
-        if self._accept is None or self._accept(lag, bool(clocks.waiting[i])):
+        if self._accept is None or self._accept(clocks.version - seen, bool(clocks.waiting[i])):
             slot = clocks.add_pending(i, seen, terms, batches)
             self._pending.put(slot, payload, untouched, release)
             self._options[slot] = options
         else:
-            clocks.refused[i] = 1
+            clocks.note_dropped(i, seen)
             clocks.batches += batches
             release()
         return self._settle(clocks.tick(i), read)
@@ -176,6 +173,7 @@ class Shard:
             for group in groups:
                 reads = read if read and group is groups[-1] and when.admit(clocks.worker_clock(read.worker)) else None
                 self._update(group, reads)
+                clocks.note_applied(group)
                 clocks.version += 1
                 clocks.batches += sum([one.batches for one in group])
             if self._accept is not None and clocks.pending:
@@ -225,8 +223,8 @@ class Shard:
             if self._accept is not None and not self._accept(clocks.version - one.seen, False):
                 self._pending.release([one.slot])
                 clocks.take([one])
+                clocks.note_dropped(one.worker, one.seen)
                 clocks.batches += one.batches
-                clocks.refused[one.worker] = 1
 
     def _update(self, group: list[Pending], read: ReadOnPush | None) -> None:
         """One update with the mean of the gradients of `group`, summed in rank order."""

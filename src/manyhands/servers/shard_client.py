@@ -9,6 +9,7 @@ from torch import Tensor
 
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
+from manyhands.core.lag import Outcomes
 from manyhands.core.state import StateSlice
 from manyhands.core.strategy import Saved
 from manyhands.servers.pending_gradients import Payload
@@ -25,12 +26,22 @@ class Pushed(NamedTuple):
     """Whether the gradient was refused; a remote shard reports that with the next pull."""
 
 
+class Moved(NamedTuple):
+    """The result of an elastic move."""
+
+    version: int
+    """How many moves of all workers the shard has made, this one included."""
+    moves: Payload
+
+
 class ShardClient(Protocol):
     """What a worker can do with a shard."""
 
     spans: list[Span]
-    lag: int
-    """The staleness of this worker's last read or push."""
+    version: int
+    """The version that this worker's gradients are computed at: the one it has read last."""
+    ahead: int
+    """How many clocks this worker was ahead of the slowest when it read last."""
 
     def ask(self) -> None:
         """Announce a pull; a worker asks all shards before it waits for the first."""
@@ -49,7 +60,10 @@ class ShardClient(Protocol):
         Where that saves a pass over memory, the new weights are read `into` the worker's memory at the same time.
         """
 
-    def exchange(self, payload: Payload, alpha: float) -> Payload:
+    def outcomes(self) -> Outcomes:
+        """What has become known since the last call about this worker's gradients."""
+
+    def exchange(self, payload: Payload, alpha: float) -> Moved:
         """The elastic move: send this worker's weights, receive by how much the shard's have moved; both encoded."""
 
     def peek(self, into: Sequence[Tensor]) -> None:

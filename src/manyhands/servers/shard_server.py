@@ -2,7 +2,7 @@
 
 client                          server
   ASK (at least this version) -->  pull: admitted? parked?
-  <-----------------  WEIGHTS (version, lag, refused)
+  <-----------------  WEIGHTS (version, clocks ahead, outcomes of the client's gradients)
   PUSH (version seen) ---------->  push: apply, free the parked
   DONE  ------------------------>  leave
   PEEK  ------------------------>  answered PEEKED (the current weights); changes nothing
@@ -185,7 +185,7 @@ class ShardServer:
         alpha, *lengths = message.meta
         moves = self._shard.exchange(regroup(message.tensors, lengths), alpha)
         message.release()
-        self._endpoint.send(message.frm, MOVED, lengths_of(moves), tuple(chain(*moves)))
+        self._endpoint.send(message.frm, MOVED, (self._shard.clocks.version, *lengths_of(moves)), tuple(chain(*moves)))
 
     def _handle_checkpoint(self, message: Message, i: int) -> None:
         shard, tag = self._shard, message.tag
@@ -246,5 +246,4 @@ class ShardServer:
 
     def _send_weights(self, rank: int, tag: Tag, weights: list[Tensor]) -> None:
         clocks, i = self._shard.clocks, self._number[rank]
-        self._endpoint.send(rank, tag, (clocks.version, clocks.lag[i], clocks.refused[i]), weights)
-        clocks.refused[i] = 0
+        self._endpoint.send(rank, tag, (clocks.version, clocks.ahead[i], *clocks.take_outcomes(i)), weights)

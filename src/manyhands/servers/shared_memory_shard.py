@@ -15,6 +15,7 @@ from torch import Tensor
 from manyhands.core.encoder import codec_for_span
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
+from manyhands.core.lag import NO_OUTCOMES, Outcomes
 from manyhands.core.port import Tag, recv
 from manyhands.core.rule import Rule
 from manyhands.core.sharding import Shards
@@ -26,7 +27,7 @@ from manyhands.servers.clock_table import ClockTable
 from manyhands.servers.pending_gradients import Payload, PendingGradients, decode_when_applied, pending_slots
 from manyhands.servers.server_setup import ServerSetup
 from manyhands.servers.shard import ReadOnPush, Shard
-from manyhands.servers.shard_client import Pushed
+from manyhands.servers.shard_client import Moved, Pushed
 
 WAKE = Tag("wake", credit=64, carries="nothing")
 
@@ -36,14 +37,14 @@ class SharedMemoryShard:
 
     def __init__(self, w: Worker, number: int, spans: list[Span], setup: ServerSetup) -> None:
         self.spans = spans
-        self.lag = 0
+        self.ahead = 0
         self._w = w
         self._t = w.transport
         self._me = w.worker_ranks.index(w.rank)
         self._name = f"shard{number}"
         self._wake = WAKE.of(number)
-        self._version = 0
-        """The version that this worker read last."""
+        self.version = 0
+        self._outcomes = NO_OUTCOMES
         self.all: list[SharedMemoryShard] = [self]
         with self._t.lock(self._name):
             self._shard = self._map(setup)
@@ -104,14 +105,14 @@ class SharedMemoryShard:
         shard, clocks = self._shard, self._shard.clocks
         # Without the lock if the last push has read the newest version: a version is one integer, read atomically, and
         # a worker that was admitted by its push stays admitted until its next one.
-        if unchanged and self._version == clocks.version and shard.pull(self._me):
-            self.lag = clocks.lag[self._me]
+        if unchanged and self.version == clocks.version and shard.pull(self._me):
+            self.ahead = clocks.ahead[self._me]
             return False
         while True:
             with self._t.lock(self._name):
                 if shard.pull(self._me):
                     self._read(into, unchanged)
-                    return False
+                    return self._take_outcomes().dropped > 0
             try:
                 recv(self._t, self._wake)
             except PeerLost as loss:
@@ -120,8 +121,8 @@ class SharedMemoryShard:
 
     def _read(self, into: Sequence[Tensor], unchanged: bool) -> None:
         clocks, slices = self._shard.clocks, self._shard.slices
-        before, self._version, self.lag = self._version, clocks.version, clocks.lag[self._me]
-        if unchanged and self._version == before:
+        before, self.version, self.ahead = self.version, clocks.version, clocks.ahead[self._me]
+        if unchanged and self.version == before:
             return
         for targets, one in zip(self._shard.read_targets(self._me, into), slices, strict=True):
             for x in targets:
@@ -130,21 +131,31 @@ class SharedMemoryShard:
     def push_pull(
         self, payload: Payload, untouched: Sequence[int], into: Sequence[Tensor] = (), batches: int = 1
     ) -> Pushed:
-        shard, clocks, me = self._shard, self._shard.clocks, self._me
+        shard, me = self._shard, self._me
         read = ReadOnPush(me, into) if into else None
         with self._t.lock(self._name):
-            freed = shard.push(me, payload, self._version, untouched, read=read, batches=batches)
+            freed = shard.push(me, payload, self.version, untouched, read=read, batches=batches)
             if read and read.version >= 0:
-                self._version = read.version
-            self.lag = max(self.lag, clocks.lag[me])
-            refused, clocks.refused[me] = clocks.refused[me], 0
+                self.version = read.version
+            refused = self._take_outcomes().dropped > 0
         if freed:
             self._wake_up(freed)
-        return Pushed(self._version, read is not None and read.version >= 0, bool(refused))
+        return Pushed(self.version, read is not None and read.version >= 0, refused)
 
-    def exchange(self, payload: Payload, alpha: float) -> Payload:
+    def _take_outcomes(self) -> Outcomes:
+        """What the shard knows by now of this worker's gradients, which `outcomes` returns too."""
+        found = self._shard.clocks.take_outcomes(self._me)
+        self._outcomes = self._outcomes.plus(found)
+        return found
+
+    def outcomes(self) -> Outcomes:
+        found, self._outcomes = self._outcomes, NO_OUTCOMES
+        return found
+
+    def exchange(self, payload: Payload, alpha: float) -> Moved:
         with self._t.lock(self._name):
-            return self._shard.exchange(payload, alpha)
+            moves = self._shard.exchange(payload, alpha)
+            return Moved(self._shard.clocks.version, moves)
 
     def _wake_up(self, freed: list[int]) -> None:
         for i in freed:

@@ -51,6 +51,8 @@ class AllReduce(Strategy):
             averages_gradients=True,
             equal_replicas=True,
             keeps_changes=self._needs_replica,
+            lag="always 0",
+            lag_counts="all workers update together",
         )
 
     @property

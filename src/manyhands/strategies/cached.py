@@ -51,10 +51,16 @@ class Cached(Server):
 
     def _pull(self, w: Worker) -> None:
         """Read only if the last read is too old."""
-        w.lag = self.clock - self.read_at
-        if w.lag > self.staleness:
+        if self.clock - self.read_at > self.staleness:
             super()._pull(w)
-            self.read_at = self.clock - w.lag
+            self.read_at = self.clock - max([client.ahead for client in self.clients])
+        self.ahead = self.clock - self.read_at
+
+    def _push(self, w: Worker) -> None:
+        """The weights contain this worker's own updates already: later gradients count as computed after them."""
+        super()._push(w)
+        for client in self.clients:
+            client.version += 1
 
     def _accrue(self, w: Worker) -> None:
         """Apply this worker's own update at once."""

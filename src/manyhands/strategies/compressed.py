@@ -128,7 +128,13 @@ class Compressed(Strategy):
     @property
     def traits(self) -> Traits:
         return Traits(
-            lockstep=True, on_worker_loss="ends", averages_gradients=True, equal_replicas=True, keeps_changes=True
+            lockstep=True,
+            on_worker_loss="ends",
+            averages_gradients=True,
+            equal_replicas=True,
+            keeps_changes=True,
+            lag="always 0",
+            lag_counts="all workers update together",
         )
 
     def __post_init__(self) -> None:

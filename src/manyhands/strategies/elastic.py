@@ -49,6 +49,7 @@ from manyhands.core.encoder import check_rounds, codec_for_span
 from manyhands.core.errors import refuse_unless
 from manyhands.core.flat import Span
 from manyhands.core.gather import gather
+from manyhands.core.lag import StepLag, applied_at
 from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.state import load_vectors, named
 from manyhands.core.strategy import Batch, Strategy, Traits, Weights
@@ -102,7 +103,16 @@ class Elastic(Strategy):
         free = self.asynchronous
         loss: Literal["ends", "continues"] = "continues" if free else "ends"
         return Traits(
-            lockstep=not free, on_worker_loss=loss, servers=free, joiners=free, bounded=not free, keeps_changes=True
+            lockstep=not free,
+            on_worker_loss=loss,
+            servers=free,
+            joiners=free,
+            bounded=not free,
+            keeps_changes=True,
+            lag="counted" if free else "always 0",
+            lag_counts="moves of the centre by other workers between two exchanges of this one, at an exchange"
+            if free
+            else "the centre and all workers move together",
         )
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
@@ -132,12 +142,16 @@ class Elastic(Strategy):
         return ServerSetup(self.shard, Free(), self.rule, self.codec)
 
     def setup(self, w: Worker) -> None:
-        """x, the worker's own weights; v, their last step; c, the centre (synchronous) or the clients of its shards."""
+        """x, the worker's own weights; v, their last step; c, the centre (synchronous).
+
+        Asynchronous: the clients of the centre's shards, and the moves that each had made when this worker read it.
+        """
         self.slices = replica_slices(w.ops, w.flat, self.rule)
         self.velocity = [torch.zeros_like(group.weights) for group in w.flat.groups] if self.momentum else []
         self.alpha = self._alpha(len(w.workers))
         if self.asynchronous:
             self.clients = connect(w, self._server_setup)
+            self.moved_at = dict.fromkeys(self.clients, 0)
         else:
             self.center = [group.weights.clone() for group in w.flat.groups]
             self.sum = collective("auto", w.transport, w.workers)
@@ -191,10 +205,17 @@ class Elastic(Strategy):
     def _exchange(self, w: Worker) -> list[Tensor]:
         """Asynchronous: send x to every shard of the centre, receive the move e, both encoded."""
         moves = [torch.empty_like(group.weights) for group in w.flat.groups]
+        versions, lags = [], []
         for client in self.clients:
             payload = [w.ops.encoded(self.codec, w.flat.weights(span)) for span in client.spans]
-            for (group, start, stop), move in zip(client.spans, client.exchange(payload, self.alpha), strict=True):
-                w.ops.decode(self.codec, move, moves[group][start:stop])
+            version, move_parts = client.exchange(payload, self.alpha)
+            for (group, start, stop), part in zip(client.spans, move_parts, strict=True):
+                w.ops.decode(self.codec, part, moves[group][start:stop])
+            lags.append(version - 1 - self.moved_at[client])
+            versions.append(version)
+            self.moved_at[client] = version
+        apart = max(versions) - min(versions) if len(versions) > 1 else None
+        w.lag = StepLag(applied_at(max(lags)), apart)
         return moves
 
     @torch.no_grad()
@@ -216,6 +237,7 @@ class Elastic(Strategy):
             client.join()
             client.ask()
             client.pull([w.flat.weights(span) for span in client.spans])
+            self.moved_at[client] = client.version
 
     def finish(self, w: Worker) -> None:
         """Asynchronous: leave the shards of the centre."""

@@ -41,6 +41,13 @@ EXCHANGES: dict[str, Callable[[PeerModel], PeerExchange]] = {
     "pairwise": PairwiseAverage,
 }
 
+LAGS = {
+    "push": "models of peers received since x was read, which the same step averages",
+    "pull": "a worker's weights change only in its own step, also by what it pulls",
+    "pairwise": "averages that peers have begun with this worker since x^ was read",
+}
+"""What a lag counts."""
+
 
 @dataclass
 class Gossip(Strategy):
@@ -60,7 +67,14 @@ class Gossip(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=False, on_worker_loss="continues", bounded=False)
+        pulls = self.mode == "pull"
+        return Traits(
+            lockstep=False,
+            on_worker_loss="continues",
+            bounded=False,
+            lag="always 0" if pulls else "counted",
+            lag_counts=LAGS[self.mode],
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(self.mode in EXCHANGES, "mode", self.mode, f"one of {', '.join(EXCHANGES)}")

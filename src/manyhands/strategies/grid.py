@@ -162,7 +162,7 @@ class Grid(Strategy):
         """Run the method on this rank's column: what the job knows is known there, and errors name ranks of the job."""
         me = self.me
         me.step, me.steps, me.batch_size, me.data_size = w.step, w.steps, w.batch_size, w.data_size
-        me.samples_in_step, me.options = w.samples_in_step, w.options
+        me.samples_in_step, me.options, me.lag = w.samples_in_step, w.options, w.lag
         try:
             with as_job_ranks():
                 yield

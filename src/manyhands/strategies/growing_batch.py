@@ -59,7 +59,15 @@ class GrowingBatch(Strategy):
     @property
     def traits(self) -> Traits:
         grows = "it decides itself how many mini-batches make a step"
-        return Traits(lockstep=True, on_worker_loss="ends", plans_ahead=True, needs_step=grows)
+        together = "all workers update together, once for each large mini-batch"
+        return Traits(
+            lockstep=True,
+            on_worker_loss="ends",
+            plans_ahead=True,
+            needs_step=grows,
+            lag="always 0",
+            lag_counts=together,
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(self.factor >= 1, "factor", self.factor, ">= 1")

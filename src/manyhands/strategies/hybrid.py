@@ -74,7 +74,14 @@ class Hybrid(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", servers=True, averages_gradients=True)
+        return Traits(
+            lockstep=True,
+            on_worker_loss="ends",
+            servers=True,
+            averages_gradients=True,
+            lag="always 0",
+            lag_counts="all workers update together",
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(self.threshold >= 0, "threshold", self.threshold, ">= 0")

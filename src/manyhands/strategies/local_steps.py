@@ -67,7 +67,17 @@ class LocalSteps(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", draws_from_all=self.draws_from_all, keeps_changes=True)
+        meets = self.rounds.period is not None
+        return Traits(
+            lockstep=True,
+            on_worker_loss="ends",
+            draws_from_all=self.draws_from_all,
+            keeps_changes=True,
+            lag="always 0" if meets else "not defined",
+            lag_counts="a worker's weights change only in its own steps, and in averages in lock step"
+            if meets
+            else "workers share no weights before the end of the run",
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(self.warmup >= 0, "warmup", self.warmup, ">= 0")

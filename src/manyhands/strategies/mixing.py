@@ -59,7 +59,8 @@ class Mixing(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="continues", keeps_changes=True)
+        alone = "a worker's weights change only in its own step"
+        return Traits(lockstep=True, on_worker_loss="continues", keeps_changes=True, lag="always 0", lag_counts=alone)
 
     def __post_init__(self) -> None:
         refuse_unless(self.mix in ("beside", "after"), "mix", repr(self.mix), "'beside' or 'after'")

@@ -50,7 +50,13 @@ class Pairwise(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=False, on_worker_loss="continues", bounded=False)
+        return Traits(
+            lockstep=False,
+            on_worker_loss="continues",
+            bounded=False,
+            lag="counted",
+            lag_counts="averages that peers have begun with this worker since x^ was read",
+        )
 
     def __post_init__(self) -> None:
         if self.codec is not None:

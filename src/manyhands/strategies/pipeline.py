@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from manyhands.core.declared_state import RuleState, StateParts
 from manyhands.core.errors import Refused
 from manyhands.core.gather import gather, need_all
+from manyhands.core.lag import StepLag, applied_at
 from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.strategy import Batch, Strategy, Traits, Weights
 from manyhands.core.weight_slice import replica_slices
@@ -51,6 +52,8 @@ class Pipeline(Strategy):
             lockstep=True,
             on_worker_loss="ends",
             streams=True,
+            lag="counted",
+            lag_counts="updates of a stage between the forward pass of a mini-batch and its own update",
             plans_ahead=True,
             needs_step=divided,
             needs_whole_model="its workers divide the model themselves",
@@ -102,7 +105,7 @@ class Pipeline(Strategy):
             self.passes.forward(m, self.data.pop(m), weights, w.rank, m, 0)
             return
         self.passes.backward(m, 1.0)
-        w.lag = self.stash.done(m)
+        w.lag = StepLag(w.lag.outcomes.plus(applied_at(self.stash.done(m))))
         self._update(w, m)
 
     def _update(self, w: Worker, m: int) -> None:

@@ -35,6 +35,7 @@ from manyhands.core.declared_state import CustomState, NumberState, RemoteState,
 from manyhands.core.encoder import Encoder, check_alone
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather
+from manyhands.core.lag import StepLag, largest
 from manyhands.core.rule import Rule, corrects
 from manyhands.core.state import StateSlice, add, named
 from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
@@ -132,6 +133,8 @@ class Server(Strategy):
             may_end_early=True,
             averages_gradients=not self.when.tolerates_loss,
             needs_whole_model="each part would choose whose gradients it waits for" if self._chooses_workers else "",
+            lag="counted",
+            lag_counts="updates of a shard" + (", a worker's own included" if self.fetch_every > 1 else ""),
         )
 
     @property
@@ -172,6 +175,10 @@ class Server(Strategy):
         self.accruals = 0
         self.untouched: frozenset[int] = frozenset()
         self.simple = self.fetch_every == self.push_every == 1
+        self.read_versions: list[int] = []
+        """The versions of the shards that were read in this step."""
+        self.ahead: int | None = None
+        """How many clocks this worker was ahead of the slowest when it read last, if clocks are bounded."""
         if self.prefetch and w.rank in w.workers:
             self._pull(w)
 
@@ -195,7 +202,15 @@ class Server(Strategy):
             self._push(w)
         if self.prefetch and (w.step + 1) % self.fetch_every == 0:
             self._pull(w)
+        w.lag = self._lag()
         return loss
+
+    def _lag(self) -> StepLag:
+        """What has become known of this worker's gradients since the last step, and of its reads in this one."""
+        outcomes = largest([client.outcomes() for client in self.clients])
+        versions, self.read_versions = self.read_versions, []
+        apart = max(versions) - min(versions) if len(versions) > 1 else None
+        return StepLag(outcomes, apart, self.ahead)
 
     def _pull(self, w: Worker) -> None:
         """Read all shards; each may keep this worker waiting until it is admitted."""
@@ -207,7 +222,9 @@ class Server(Strategy):
                 if client.pull(self.views[client], client in self.read):
                     refused.add(client)
         self.read.clear()
-        w.lag = max([client.lag for client in self.clients])
+        self.read_versions = [client.version for client in self.clients]
+        if self.when.bounds_clocks:
+            self.ahead = max([client.ahead for client in self.clients])
         if self.unconfirmed:
             for client, payload in self.unconfirmed:
                 if client in refused:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from manyhands.collectives import collective
 from manyhands.collectives.shared_weights import read, shared_weights
+from manyhands.collectives.update_counts import UpdateCounts
 from manyhands.core.declared_state import CustomState, RuleState, StateParts, VectorState
 from manyhands.core.errors import refuse_unless
 from manyhands.core.gather import gather
@@ -61,15 +62,24 @@ class Svrg(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", one_host=True, needs_step=SEVERAL)
+        counts = (
+            "updates that other workers have written to the shared weights; a full step writes none, and has no lag"
+        )
+        return Traits(
+            lockstep=True, on_worker_loss="ends", one_host=True, needs_step=SEVERAL, lag="counted", lag_counts=counts
+        )
 
     def __post_init__(self) -> None:
         refuse_unless(self.full_steps is None or self.full_steps >= 1, "full_steps", self.full_steps, ">= 1")
         refuse_unless(self.inner_steps is None or self.inner_steps >= 1, "inner_steps", self.inner_steps, ">= 1")
 
     def setup(self, w: Worker) -> None:
-        """u, shared; u^, the model's own; u0 and mu; every worker's sum for mu, shared; the first step of the epoch."""
+        """u, shared, and the numbers of its updates; u^, the model's own; u0 and mu; the first step of the epoch.
+
+        Every worker's sum for mu, shared.
+        """
         self.u = shared_weights(w)
+        self.updates = UpdateCounts(w)
         self.slices = replica_slices(w.ops, w.flat, self.rule, self.u)
         self.read = [group.weights for group in w.flat.groups]
         self.origin, self.mu, self.at_origin = ([torch.zeros_like(x) for x in self.read] for _ in range(3))
@@ -133,12 +143,14 @@ class Svrg(Strategy):
         for g, group in zip(self.at_origin, w.flat.groups, strict=True):
             w.ops.copy(group.grad, g)
         w.flat.move_to(self.read)
+        self.updates.read()
         read(w, self.u)
         loss = w.gradient(batch)
         for number, (group, weight_slice) in enumerate(zip(w.flat.groups, self.slices, strict=True)):
             v = w.ops.add(group.grad, self.at_origin[number], scale=-1)
             w.ops.add(v, self.mu[number])
             weight_slice.update(v, UpdateContext(weight_slice.weights, samples=w.samples), self._untouched(w, number))
+        w.lag = self.updates.written()
         return loss
 
     def _untouched(self, w: Worker, number: int) -> frozenset[int]:

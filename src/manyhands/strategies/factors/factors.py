@@ -78,7 +78,14 @@ class Factors(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(lockstep=True, on_worker_loss="ends", averages_gradients=True, keeps_changes=True)
+        return Traits(
+            lockstep=True,
+            on_worker_loss="ends",
+            averages_gradients=True,
+            keeps_changes=True,
+            lag="always 0",
+            lag_counts="all workers update together",
+        )
 
     def setup(self, w: Worker) -> None:
         """The weights with their rule; the collective; layers that may have factors, and their hooks; the choice."""

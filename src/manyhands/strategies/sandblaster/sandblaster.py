@@ -77,6 +77,8 @@ class Sandblaster(Strategy):
             may_end_early=True,
             needs_step=several,
             needs_whole_model="its dot products and its line search are over all weights",
+            lag="always 0",
+            lag_counts="the weights do not change until all gradients at them are summed",
         )
 
     def __post_init__(self) -> None:

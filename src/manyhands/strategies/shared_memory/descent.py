@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from manyhands.collectives.update_counts import UpdateCounts
 from manyhands.core.rule import Scales, UpdateContext, scales
 from manyhands.core.strategy import Batch
 from manyhands.core.weight_slice import WeightSlice
@@ -57,7 +58,7 @@ def descending_model(w: Worker, slices: Sequence[WeightSlice]) -> Descends | Non
     return w.model if is_plain and w.model.can_descend(w.task.loss) else None
 
 
-def descend(w: Worker, model: Descends, weight_slice: WeightSlice, batch: Batch) -> float:
+def descend(w: Worker, model: Descends, weight_slice: WeightSlice, batch: Batch, updates: UpdateCounts) -> float:
     """Let the model compute and write one step; the loss."""
     w.seed_torch(w.rank, w.step)
     with w.timer.computing():
@@ -70,4 +71,5 @@ def descend(w: Worker, model: Descends, weight_slice: WeightSlice, batch: Batch)
     assert isinstance(weight_slice.rule, Scales)
     at = UpdateContext(weight_slice.weights, updates=weight_slice.counts[0], samples=w.samples)
     step.write(weight_slice.rule.scale(at))
+    w.lag = updates.written()
     return loss

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.collectives.shared_weights import read, shared_weights
+from manyhands.collectives.update_counts import UpdateCounts
 from manyhands.core.declared_state import RuleState, StateParts
 from manyhands.core.flat import DtypeGroup
 from manyhands.core.gather import gather
@@ -49,12 +50,23 @@ class SharedMemory(Strategy):
     @property
     def traits(self) -> Traits:
         return Traits(
-            lockstep=False, on_worker_loss="continues", one_host=True, joiners=True, bounded=False, keeps_changes=True
+            lockstep=False,
+            on_worker_loss="continues",
+            one_host=True,
+            joiners=True,
+            bounded=False,
+            keeps_changes=True,
+            lag="counted",
+            lag_counts="updates that other workers have written to the shared weights",
         )
 
     def setup(self, w: Worker) -> None:
-        """The shared weights, used in place or copied; the rule's state; the model, if it writes its own steps."""
+        """The shared weights, used in place or copied, and the numbers of their updates.
+
+        The rule's state; the model, if it writes its own steps.
+        """
         self.weights = shared_weights(w)
+        self.updates = UpdateCounts(w)
         if not self.snapshot:
             w.flat.move_to(self.weights)
         self.slices = replica_slices(w.ops, w.flat, self.rule, self.weights)
@@ -67,13 +79,15 @@ class SharedMemory(Strategy):
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Compute on the current weights and write without a lock."""
+        self.updates.read()
         if self.descending is not None and not getattr(batch, "names", ()):
-            return descend(w, self.descending, self.slices[0], batch)
+            return descend(w, self.descending, self.slices[0], batch, self.updates)
         if self.snapshot:
             read(w, self.weights)
         loss = w.gradient(batch)
         for group, weight_slice in zip(w.flat.groups, self.slices, strict=True):
             self._write(w, group, weight_slice)
+        w.lag = self.updates.written()
         return loss
 
     def _write(self, w: Worker, group: DtypeGroup, weight_slice: WeightSlice) -> None:
