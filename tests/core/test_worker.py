@@ -89,9 +89,11 @@ def test_a_bucket_fires_when_its_part_of_the_backward_pass_is_over(monkeypatch):
     """Nearly all bytes are ready before most of the work: the linear layer is last in the model and cheap."""
     monkeypatch.setattr("manyhands.core.flat.Flat.buckets.__defaults__", (1,))
     data = [(torch.zeros(1, 8, 8), torch.zeros(10))]
-    make = lambda: nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(512, 10)
-    )  # noqa: E731
+
+    def make():
+        layers = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(), nn.Linear(512, 10)
+        return nn.Sequential(*layers)
+
     whole, seconds = firing(Task(make, data, nn.functional.mse_loss))
     first, second, linear = 2 * 8 * 9 * 64, 2 * 8 * 8 * 9 * 64, 2 * 512 * 10
     reference = 4 / 50e9

@@ -84,7 +84,7 @@ def test_layers_that_only_compute_belong_to_a_stage_that_has_parameters():
     assert sum(lengths(model, 2)) == 4
     with pytest.raises(Refused, match="the number of stages is 3, but must be <= 2"):
         stages(model, 3)
-    with pytest.raises(Refused, match="the model is a Linear, but a pipeline needs an nn.Sequential"):
+    with pytest.raises(Refused, match=r"the model is a Linear, but a pipeline needs an nn\.Sequential"):
         stages(model[0], 1)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from manyhands.core.errors import Refused
 from manyhands.splits import schedules
 
 BUBBLES = {(4, 4): 0.4286, (4, 8): 0.2727, (2, 4): 0.2, (4, 1): 0.75, (3, 5): 0.2857}
@@ -15,6 +16,31 @@ def test_the_bubble(schedule, stages, micro_batches, backward):
     assert schedules.bubble(rows, 1, backward) == pytest.approx(BUBBLES[stages, micro_batches], abs=5e-5)
     assert schedules.bubble(rows, 1, backward) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
     assert schedules.makespan(rows, 1, backward) == (micro_batches + stages - 1) * (1 + backward)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "forward", "share", "seconds"),
+    [
+        (schedules.interleaved, 8, 0.5, 0.1579, 28.5),
+        (schedules.interleaved, 16, 0.5, 0.0857, 52.5),
+        (schedules.zero_bubble, 8, 1, 0.1111, 27),
+        (schedules.zero_bubble, 16, 1, 0.0588, 51),
+    ],
+)
+def test_the_bubble_of_modern_schedules(schedule, micro_batches, forward, share, seconds):
+    """Four ranks, tF = tI = tW = 1 for all stages of a rank together."""
+    rows = schedule(4, micro_batches)
+    assert schedules.bubble(rows, forward, 2 * forward) == pytest.approx(share, abs=5e-5)
+    assert schedules.makespan(rows, forward, 2 * forward) == seconds
+
+
+def test_zero_bubble_stores_as_many_activations_everywhere_as_its_first_stage():
+    assert [schedules.in_flight(row) for row in schedules.zero_bubble(4, 8)] == [4, 4, 4, 4]
+
+
+def test_interleaved_takes_micro_batches_in_groups():
+    with pytest.raises(Refused, match="micro_batches is 6, but must be divisible by 4, the ranks of the pipeline"):
+        schedules.interleaved(4, 6)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), BUBBLES)

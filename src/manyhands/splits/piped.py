@@ -79,7 +79,7 @@ class Piped:
         chunks = list(zip(*(field.tensor_split(self.micro_batches) for field in batch), strict=True))
         rank, step, key = origin
         w.flat.open(by_hooks=False)
-        for op, m in self._row:
+        for op, m, _ in self._row:
             if op == "F":
                 passes.forward(m, chunks[m], passes.stage.live, rank, step, (key, passes.index, m))
             else:

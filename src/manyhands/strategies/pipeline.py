@@ -86,20 +86,20 @@ class Pipeline(Strategy):
     def _load_row(self, w: Worker) -> None:
         """Make the stage's row of the schedule, for all mini-batches that are left."""
         rows = self.schedule(len(w.workers), w.steps - w.step)
-        self.row = [(op, w.step + m) for op, m in rows[self.index]]
+        self.row = [action._replace(m=w.step + action.m) for action in rows[self.index]]
         self.next_action = 0
 
     def step(self, w: Worker, batch: Batch) -> float | None:
         """Take in one mini-batch; run the actions of the schedule up to the forward pass of the next one."""
         self.data[w.step] = batch
-        while self.next_action < len(self.row) and self.row[self.next_action] != ("F", w.step + 1):
+        while self.next_action < len(self.row) and self.row[self.next_action][:2] != ("F", w.step + 1):
             self._act(w, self.row[self.next_action])
             self.next_action += 1
         return self.loss
 
     def _act(self, w: Worker, action: Action) -> None:
         """One pass of one mini-batch, with the update that follows a backward pass."""
-        op, m = action
+        op, m, _ = action
         if op == "F":
             weights = self.stash.forward(m, self.passes.stage.live, w.ops)
             self.passes.forward(m, self.data.pop(m), weights, w.rank, m, 0)
@@ -140,7 +140,7 @@ class Pipeline(Strategy):
 
     def quiesce(self, w: Worker) -> None:
         """Drain: run the backward passes of the mini-batches taken in."""
-        for action in [(op, m) for op, m in self.row[self.next_action :] if m < w.step]:
+        for action in [one for one in self.row[self.next_action :] if one.m < w.step]:
             self._act(w, action)
 
     def resume(self, w: Worker) -> None:

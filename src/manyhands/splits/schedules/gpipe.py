@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manyhands.splits.schedules.timeline import Rows, Schedule
+from manyhands.splits.schedules.timeline import Action, Rows, Schedule
 
 
 def gpipe(stages: int, micro_batches: int) -> Rows:
     """All forward passes, then all backward passes, on every stage."""
-    forward = [("F", m) for m in range(micro_batches)]
-    backward = [("B", m) for m in range(micro_batches)]
-    return [forward + backward for _ in range(stages)]
+    return [[Action(op, m, s) for op in "FB" for m in range(micro_batches)] for s in range(stages)]
 
 
 EXAMPLES: Mapping[str, Schedule] = {"gpipe": gpipe}

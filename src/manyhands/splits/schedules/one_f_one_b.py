@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from manyhands.splits.schedules.timeline import Rows, Schedule
+from manyhands.splits.schedules.timeline import Action, Rows, Schedule
 
 
 def one_f_one_b(stages: int, micro_batches: int) -> Rows:
@@ -22,11 +22,11 @@ def one_f_one_b(stages: int, micro_batches: int) -> Rows:
     rows = []
     for s in range(stages):
         warm = min(micro_batches, stages - 1 - s)
-        row = [("F", m) for m in range(warm)]
+        row = [Action("F", m, s) for m in range(warm)]
         for m in range(micro_batches):
             if warm + m < micro_batches:
-                row.append(("F", warm + m))
-            row.append(("B", m))
+                row.append(Action("F", warm + m, s))
+            row.append(Action("B", m, s))
         rows.append(row)
     return rows
 

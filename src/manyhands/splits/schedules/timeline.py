@@ -1,98 +1,137 @@
-"""The timeline of a schedule: when each action runs if it waits only for its stage and its inputs."""
+"""The timeline of a schedule: when each action runs if it waits only for its rank and its inputs.
+
+    action        takes time      waits for
+    F(m, s)       forward         F(m, s - 1)
+    B(m, s)       backward        F(m, s), and B or I of m on stage s + 1
+    I(m, s)       half of it      as B: only the error for the previous stage is computed
+    W(m, s)       the other half  I(m, s): the gradient of the weights
+    U(m, s)       none            an update of the stage's weights after B(m, s)
+    T(m, s)       none            U(m, K - 1) of the last stage: permission to begin mini-batch m + 1
+
+A schedule that flushes has F, B, I and W only; its update follows when all of them are done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from manyhands.core.errors import Deadlock
 
-Action = tuple[str, int]
-"""("F", m): forward pass of micro-batch m; ("B", m): its backward pass."""
+
+class Action(NamedTuple):
+    """One pass, update or signal of one micro-batch on one stage."""
+
+    op: str
+    m: int
+    stage: int
+
+
 Rows = list[list[Action]]
-"""For every stage its actions in order."""
+"""For every rank its actions in order."""
 Schedule = Callable[[int, int], Rows]
-"""schedule(stages, micro_batches)"""
+"""schedule(ranks, micro_batches)"""
+
+SLOT = {"F": 1.0, "B": 1.0, "I": 1.0, "W": 1.0}
+"""Every pass takes one slot of a picture; what is not listed takes none."""
 
 
 class Timed(NamedTuple):
-    """An action with its stage and the time it starts."""
+    """An action with its rank and the time it starts."""
 
     start: float
-    stage: int
-    op: str
-    m: int
+    rank: int
+    action: Action
 
 
-def timeline(rows: Rows, forward: float = 1, backward: float = 1) -> list[Timed]:
+def seconds_of(forward: float = 1, backward: float = 1) -> dict[str, float]:
+    """How long each pass takes; a backward pass that is split takes as long in both halves together."""
+    return {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+
+
+def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SLOT) -> list[Timed]:
     """Every action with its start, ordered by time."""
-    seconds = {"F": forward, "B": backward}
-    ends: dict[tuple[str, int, int], float] = {}
+    last = max((action.stage for row in rows for action in row), default=0)
+    ends: dict[Action, float] = {}
     position, free = [0] * len(rows), [0.0] * len(rows)
     timed: list[Timed] = []
-    while any(position[s] < len(row) for s, row in enumerate(rows)):
-        progress = False
-        for s, row in enumerate(rows):
-            while position[s] < len(row):
-                op, m = row[position[s]]
-                inputs = _inputs(op, s, m, len(rows))
-                if any(action not in ends for action in inputs):
+    while any(position[rank] < len(row) for rank, row in enumerate(rows)):
+        before = list(position)
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                ready = [_end_of_any(ends, some) for some in _inputs(action, last)]
+                if None in ready:
                     break
-                start = max([free[s], *(ends[action] for action in inputs)])
-                ends[op, s, m] = free[s] = start + seconds[op]
-                timed.append(Timed(start, s, op, m))
-                position[s] += 1
-                progress = True
-        if not progress:
+                start = max([free[rank], *(end for end in ready if end is not None)])
+                ends[action] = free[rank] = start + seconds.get(action.op, 0.0)
+                timed.append(Timed(start, rank, action))
+                position[rank] += 1
+        if position == before:
             raise Deadlock(f"the schedule is stuck at actions {position} of its rows")
-    return sorted(timed)
+    return sorted(timed, key=lambda one: one[:2])
 
 
-def _inputs(op: str, s: int, m: int, stages: int) -> list[tuple[str, int, int]]:
-    """The actions that must have ended: of F that of the previous stage; of B the own F and B of the next stage."""
+def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """The actions that must have ended: of each tuple any one."""
+    op, m, s = action
     if op == "F":
-        return [("F", s - 1, m)] if s else []
-    return [("F", s, m)] + ([("B", s + 1, m)] if s + 1 < stages else [])
+        return [(Action("F", m, s - 1),)] if s else []
+    if op in "BI":
+        above = [(Action("B", m, s + 1), Action("I", m, s + 1))] if s < last else []
+        return [(Action("F", m, s),), *above]
+    if op == "W":
+        return [(Action("I", m, s),)]
+    return [(Action("U", m, last),)] if op == "T" and s < last else []
+
+
+def _end_of_any(ends: Mapping[Action, float], some: Iterable[Action]) -> float | None:
+    return next((ends[one] for one in some if one in ends), None)
 
 
 def makespan(rows: Rows, forward: float = 1, backward: float = 1) -> float:
     """The time at which the last action ends."""
-    seconds = {"F": forward, "B": backward}
-    return max(one.start + seconds[one.op] for one in timeline(rows, forward, backward))
+    seconds = seconds_of(forward, backward)
+    return max(one.start + seconds.get(one.action.op, 0.0) for one in timeline(rows, seconds))
 
 
 def bubble(rows: Rows, forward: float = 1, backward: float = 1) -> float:
-    """The share of all stages' time in which they are idle."""
-    busy = sum(forward if op == "F" else backward for row in rows for op, _ in row)
+    """The share of all ranks' time in which they are idle."""
+    seconds = seconds_of(forward, backward)
+    busy = sum(seconds.get(action.op, 0.0) for row in rows for action in row)
     return 1 - busy / (len(rows) * makespan(rows, forward, backward))
 
 
-def in_flight(row: list[Action]) -> int:
-    """The most micro-batches whose activations a stage stores: F is done, B is not."""
+def in_flight(row: Sequence[Action]) -> int:
+    """The most micro-batches whose activations a rank stores, over all its stages: F is done, B or W is not."""
+    ends = {action[1:]: number for number, action in enumerate(row) if action.op in "BW"}
     now = most = 0
-    for op, _ in row:
-        now += 1 if op == "F" else -1
+    for number, action in enumerate(row):
+        now += (action.op == "F") - (ends.get(action[1:]) == number)
         most = max(most, now)
     return most
 
 
-def staleness(row: list[Action]) -> list[int]:
-    """The updates between F(m) and B(m) for every m, if each B is followed by an update."""
-    seen: dict[int, int] = {}
-    stale: dict[int, int] = {}
-    for op, m in row:
+def staleness(row: Sequence[Action]) -> list[int]:
+    """The updates of a stage between F(m) and B(m) for every m; without U in the row, each B is followed by one."""
+    updates, seen, stale = dict[int, int](), dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+    update = "U" if any(action.op == "U" for action in row) else "B"
+    for op, m, stage in row:
+        now = updates.setdefault(stage, 0)
         if op == "F":
-            seen[m] = len(stale)
-        else:
-            stale[m] = len(stale) - seen[m]
-    return [stale[m] for m in sorted(stale)]
+            seen[m, stage] = now
+        elif op == "B":
+            stale[m, stage] = now - seen[m, stage]
+        updates[stage] += op == update
+    return [stale[key] for key in sorted(stale)]
 
 
 def picture(rows: Rows) -> str:
-    """The schedule as a table of stages and time slots, one action per slot."""
-    cells = [["."] * round(makespan(rows)) for _ in rows]
-    for start, s, op, m in timeline(rows):
-        cells[s][round(start)] = f"{op}{m}"
+    """The schedule as a table of ranks and time slots, one pass per slot; ' marks the second stage of a rank."""
+    timed = [one for one in timeline(rows) if one.action.op in SLOT]
+    cells = [["."] * (1 + max(round(one.start) for one in timed)) for _ in rows]
+    for start, rank, (op, m, stage) in timed:
+        cells[rank][round(start)] = f"{op}{m}{chr(39) * (stage // len(rows))}"
     width = max(len(cell) for line in cells for cell in line)
-    lines = (f"s{s} " + " ".join(cell.ljust(width) for cell in line) for s, line in enumerate(cells))
+    lines = (f"s{rank} " + " ".join(cell.ljust(width) for cell in line) for rank, line in enumerate(cells))
     return "\n".join(line.rstrip() for line in lines)
