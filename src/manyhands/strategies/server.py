@@ -132,15 +132,10 @@ class Server(Strategy):
             peekable=direct,
             may_end_early=True,
             averages_gradients=not self.when.tolerates_loss,
-            needs_whole_model="each part would choose whose gradients it waits for" if self._chooses_workers else "",
+            needs_whole_model="each part would choose whose gradients it waits for" if self.when.scope == "job" else "",
             lag="counted",
             lag_counts="updates of a shard" + (", a worker's own included" if self.fetch_every > 1 else ""),
         )
-
-    @property
-    def _chooses_workers(self) -> bool:
-        """Whether it matters for an update whose gradients it is made of."""
-        return self.when.scope == "job"
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """Every server needs some parameters, a copy needs another server, and a group needs a worker."""
