@@ -107,8 +107,7 @@ class Server(Strategy):
                 f"{self.rule} needs the weights that each gradient was computed at, "
                 f"but groups is {self.groups}, and the sum of a group was not computed at any: groups must be 0"
             )
-        if self.phase not in ("start", "end"):
-            raise Refused(f"phase is {self.phase!r}, but must be 'start' or 'end'")
+        refuse_unless(self.phase in ("start", "end"), "phase", repr(self.phase), "'start' or 'end'")
         if self.when.merges and "seen" in self.rule.needs:
             alone = corrects(self.rule)
             if not alone or self.when.admit(WAITING):
