@@ -16,6 +16,7 @@ from manyhands.core.recipe import recipe_of
 from manyhands.rules import ClipNorm, Momentum, Sgd
 from manyhands.rules import chain as links
 from manyhands.rules.schedules import StepDecay
+from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
 from manyhands.tasks import load
 
@@ -374,3 +375,16 @@ def test_momentum_and_schedules_over_teams():
         return Momentum(StepDecay(0.1, 96), momentum=0.9)
 
     assert difference(run(mh.bsp(rule=rule()), workers=2, team=None), run(mh.bsp(rule=rule()))) < 1e-12
+
+
+class Noting(AllReduce):
+    """Has a note for every step."""
+
+    def notes(self):
+        return {"noted": 7}
+
+
+def test_what_a_method_says_about_a_run_it_says_over_teams_too():
+    alone, teams = run(mh.diloco(), workers=2, team=None), run(mh.diloco())
+    assert teams.records[0]["remarks"] == alone.records[0]["remarks"] != []
+    assert [line["noted"] for line in steps_of(run(Noting(Sgd(0.1)), steps=2))] == [7] * 8
