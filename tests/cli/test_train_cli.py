@@ -12,7 +12,8 @@ import pytest
 COMMAND = [sys.executable, "-m", "manyhands.cli"]
 FIELDS = {
     *("method", "world", "workers", "servers", "steps", "seconds", "wall_seconds", "samples_per_second", "final_loss"),
-    *("test_accuracy", "bytes_sent", "mean_lag", "max_lag", "waited_seconds", "weights_sha256", "record", "task"),
+    *("test_accuracy", "bytes_sent", "lag", "mean_lag", "max_lag", "dropped", "dropped_mean_lag", "mean_apart"),
+    *("max_apart", "max_ahead", "waited_seconds", "weights_sha256", "record", "task"),
     *("seed", "lost", "link", "stopped_at"),
 }
 

@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from manyhands.core.lag import StepLag, applied_at
+from manyhands.core.lag import StepLag, step_lag
 from manyhands.core.worker import Worker
 
 
@@ -43,4 +43,4 @@ class UpdateCounts:
     def written(self) -> StepLag:
         """This worker has written its update, which is part of the lag of others from now on: its own lag."""
         self._counts[self._me] += 1
-        return StepLag(applied_at(self._of_others() - self._before))
+        return step_lag(self._of_others() - self._before)

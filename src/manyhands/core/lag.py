@@ -14,6 +14,7 @@ has become known in its step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 
@@ -69,9 +70,9 @@ class StepLag(NamedTuple):
         done = self.outcomes
         found: dict[str, int | None] = {"lag": self.lag}
         if done.applied > 1:
-            found |= {"applied": done.applied, "lag_sum": done.lag_sum}
+            found.update(applied=done.applied, lag_sum=done.lag_sum)
         if done.dropped:
-            found |= {"dropped": done.dropped, "dropped_lag_sum": done.dropped_lag_sum}
+            found.update(dropped=done.dropped, dropped_lag_sum=done.dropped_lag_sum)
         if self.apart is not None:
             found["apart"] = self.apart
         if self.ahead is not None:
@@ -79,8 +80,14 @@ class StepLag(NamedTuple):
         return found
 
 
+@lru_cache(maxsize=256)
+def step_lag(lag: int) -> StepLag:
+    """One gradient was applied in this step; made once for each lag, because steps can be short."""
+    return StepLag(applied_at(lag))
+
+
 UNKNOWN_LAG = StepLag()
-NO_LAG = StepLag(applied_at(0))
+NO_LAG = step_lag(0)
 """The lag of each step in lock step."""
 
 

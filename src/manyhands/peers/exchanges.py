@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.errors import PeerLost
-from manyhands.core.lag import StepLag, applied_at
+from manyhands.core.lag import step_lag
 from manyhands.core.port import Message, Tag, recv
 from manyhands.peers.peer_model import PeerModel
 
@@ -208,7 +208,7 @@ class PeerLoop:
         gradients = [group.grad for group in flat.groups]
         self._transport.send(self._rank, GRADIENT, tuple(sorted(flat.untouched())), gradients)
         recv(self._transport, MOVED, frm=self._rank)
-        self.own.w.lag = StepLag(applied_at(self.own.lag))
+        self.own.w.lag = step_lag(self.own.lag)
 
     def settle(self) -> None:
         """Average what has been received; for a pause, in which no step follows that would do it."""
