@@ -45,7 +45,7 @@ PARTS = {
         "end_to_end/test_loop_records.py",
     ),
     "tasks": ("tasks",),
-    "cost": ("cost", "core/test_work.py", "splits/test_layers.py", "cli/test_cost.py"),
+    "cost": ("cost", "core/test_work.py", "splits/test_stage_cut.py", "cli/test_cost.py"),
     "cli": ("cli",),
     "report": ("report",),
     "docs": ("test_docs.py", "test_surveys.py", "real/test_training_loops.py"),

@@ -275,7 +275,10 @@ def test_sizes_alone_are_enough_to_know_the_time(name):
 
 # -- the package --------------------------------------------------------------------------------------
 
-CHARGES = {"core/port.py", "core/vector_ops.py", "core/worker.py", "runtime/transport/transport.py"}
+CHARGES = {
+    *("core/port.py", "core/subgroup.py", "core/vector_ops.py", "core/worker.py"),
+    "runtime/transport/transport.py",
+}
 """Where time is charged, besides the simulator itself."""
 KNOWS_SIZES = {
     "core/vector_ops.py": "the operations",
