@@ -26,7 +26,7 @@ CASES = [
 ]
 ONE_GRADIENT = ["dc_asgd", "downpour", "dyn_sgd", "k_async", "k_batch_async", "ssp", "staleness_aware"]
 """Methods whose servers apply each gradient by itself."""
-ONE_MODEL = ["gpipe", "pipedream"]
+ONE_MODEL = ["gpipe", "interleaved", "one_f_one_b", "pipedream", "zero_bubble"]
 KNOBS = {
     "agn": {"period": 2},
     "adag": {"period": 2},

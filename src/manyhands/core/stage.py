@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from manyhands.core.activation_meter import ActivationMeter
-from manyhands.core.weight_products import LARGE, WeightProducts, weigh
+from manyhands.core.weight_products import WeightProducts, layers_apart, weigh
 from manyhands.core.worker import Worker
 
 Keep = Literal["graph", "inputs"]
@@ -79,7 +79,7 @@ class Stage:
         self.live: list[Tensor] = [parameters[slot.name] for slot in self._slots]
         """The current parameters of the stage, in the order of the flat model."""
         self._names = [own[id(p)] for p in self.live]
-        self._multiplies = splits or any(p.dim() == 2 and p.numel() >= LARGE for p in self.live)
+        self._layers = layers_apart(module, splits=splits)
         self._share = w.share_of(module)
         self._saved: dict[int, Pass] = {}
 
@@ -121,11 +121,10 @@ class Stage:
             return out if one.loss is None else one.loss(out)
 
     def _products(self, one: Pass) -> AbstractContextManager[object]:
-        """Intercepts the layers, also while a backward pass runs: a checkpoint in the module recomputes them there."""
-        if not self._multiplies:
+        if not self._layers:
             return nullcontext()
         slots = {id(weight): slot for weight, slot in zip(one.weights, self._slots, strict=True)}
-        return WeightProducts(self._w.flat, slots, one.products if self._splits else None)
+        return WeightProducts(self._w.flat, self._layers, slots, one.products if self._splits else None)
 
     def backward(self, m: int, error: Tensor) -> Tensor | None:
         """Back-propagate `error` through micro-batch `m` into the flat gradient; the error for the previous stage."""

@@ -7,22 +7,22 @@ Autograd makes a new tensor for the gradient of each pass, which is then added. 
 the flat gradient: for a large weight and few rows that saves most of the memory traffic. A pass that is divided into
 two halves (zero bubble) keeps x and delta between them.
 
-Within a pass the two functions of torch are intercepted, so any module that calls them with a parameter of the stage is
-covered. Left to autograd are weights that a hook watches, derived ones (weight norm), autocast, and linear layers with
-small weights, for which an autograd function in Python takes longer than it saves.
+Within a pass the layers of a stage have another `forward`, also while autograd runs: a checkpoint inside the module
+computes them again there. Left to autograd are weights that a hook watches, derived ones (weight norm), autocast, what
+is not a plain `nn.Linear` or `nn.Conv2d`, and linear layers with small weights, for which an autograd function in
+Python takes longer than it saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from manyhands.core.flat import Flat, ParamSlot
 
@@ -30,6 +30,17 @@ LARGE = 2**18
 """Elements of a weight from which its product is added to the flat gradient at once."""
 Slots = tuple[ParamSlot, ParamSlot | None]
 """Of a layer's weight and of its bias, if that is trained."""
+
+
+class Shape(NamedTuple):
+    """How a convolution moves over its input."""
+
+    stride: Any
+    padding: Any
+    dilation: Any
+    groups: int
+
+
 Weigh = Callable[[Tensor, Tensor, Tensor], None]
 """Takes the error of a layer's output, its input and its weight."""
 
@@ -40,7 +51,7 @@ class Context(Protocol):
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
     weigh: Weigh
-    shape: tuple[Any, ...]
+    shape: Shape
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -63,12 +74,10 @@ class Linear(torch.autograd.Function):
 
 
 class Convolution(torch.autograd.Function):
-    """The same for a convolution; `shape` is its stride, padding, dilation and groups."""
+    """The same for a convolution."""
 
     @staticmethod
-    def forward(
-        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[Any, ...], weigh: Weigh
-    ) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, shape: Shape, weigh: Weigh) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.weigh, ctx.shape = weigh, shape
         return functional.conv2d(x, weight, bias, *shape)
@@ -82,41 +91,73 @@ class Convolution(torch.autograd.Function):
         return error, None, None, None, None
 
 
-def _convolved(
-    delta: Tensor, x: Tensor, weight: Tensor, shape: tuple[Any, ...], wanted: tuple[bool, bool]
-) -> Sequence[Tensor]:
+def _convolved(delta: Tensor, x: Tensor, weight: Tensor, shape: Shape, wanted: tuple[bool, bool]) -> Sequence[Tensor]:
     """The gradients of a convolution: of its input, of its weight."""
-    stride, padding, dilation, groups = shape
-    sizes = [[n] * 2 if isinstance(n, int) else list(n) for n in (stride, padding, dilation)]
     found: Sequence[Tensor] = torch.ops.aten.convolution_backward(
-        delta, x, weight, None, *sizes, False, [0, 0], groups, [*wanted, False]
+        delta, x, weight, None, *shape[:3], False, [0, 0], shape.groups, [*wanted, False]
     )
     return found
 
 
-class WeightProducts(TorchFunctionMode):
-    """Within it, the layers of one stage compute the gradients of their weights apart.
+def layers_apart(module: nn.Module, *, splits: bool) -> list[nn.Linear | nn.Conv2d]:
+    """The layers of a module whose weights' gradients are worth computing apart, or can be, if the pass is split."""
+    plain = (one for one in module.modules() if "forward" not in vars(one) and "weight" in one._parameters)
+    return [layer for layer in plain if _is_large_linear(layer, splits) or (splits and _is_convolution(layer))]
+
+
+def _is_large_linear(layer: nn.Module, splits: bool) -> TypeGuard[nn.Linear]:
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        return False
+    return splits or layer.weight.numel() >= LARGE
+
+
+def _is_convolution(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    is_plain = isinstance(layer, nn.Conv2d) and type(layer).forward is nn.Conv2d.forward
+    return is_plain and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+class WeightProducts:
+    """Within it, layers compute the gradients of their weights apart.
 
     Args:
         flat: where the gradients are put.
-        weights: the tensors that the pass uses as weights, with their slots.
+        layers: those of `layers_apart`.
+        weights: the tensors that the pass uses as weights, by id, with their slots.
         later: collects the products of this pass, to be computed by `weigh`; None: they are computed at once.
     """
 
-    def __init__(self, flat: Flat, weights: Mapping[int, ParamSlot], later: list[Callable[[], None]] | None) -> None:
-        super().__init__()
-        self._flat, self._slots, self._later = flat, weights, later
+    def __init__(
+        self,
+        flat: Flat,
+        layers: Sequence[nn.Linear | nn.Conv2d],
+        weights: Mapping[int, ParamSlot],
+        later: list[Callable[[], None]] | None,
+    ) -> None:
+        self._flat, self._layers, self._slots, self._later = flat, layers, weights, later
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if (func is functional.linear or func is functional.conv2d) and not kwargs:
-            slots = self._slots_of(*args[:3])
-            if slots is not None:
-                return self._linear(slots, *args) if func is functional.linear else self._convolution(slots, *args)
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> None:
+        for layer in self._layers:
+            vars(layer)["forward"] = partial(self._forward, layer)
 
-    def _slots_of(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Slots | None:
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            del vars(layer)["forward"]
+
+    def _forward(self, layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
+        """The output of a layer."""
+        slots = self._slots_of(x, layer.weight, layer.bias)
+        if slots is None or (isinstance(layer, nn.Conv2d) and x.dim() != 4):
+            out: Tensor = type(layer).forward(layer, x)  # type: ignore[arg-type]
+        elif isinstance(layer, nn.Linear):
+            linear = partial(self._weigh, partial(_weigh_linear, self._flat, slots))
+            out = Linear.apply(x, layer.weight, layer.bias, linear)  # type: ignore[no-untyped-call]
+        else:
+            shape = Shape(layer.stride, layer.padding, layer.dilation, layer.groups)
+            convolution = partial(self._weigh, partial(_weigh_convolution, self._flat, slots, shape))
+            out = Convolution.apply(x, layer.weight, layer.bias, shape, convolution)  # type: ignore[no-untyped-call]
+        return out
+
+    def _slots_of(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Slots | None:
         """The slots of a layer's parameters; None if the layer is left to autograd."""
         slot = self._slots.get(id(weight))
         if slot is None or weight._backward_hooks or torch.is_autocast_enabled(x.device.type):
@@ -125,29 +166,6 @@ class WeightProducts(TorchFunctionMode):
             return slot, None
         other = self._slots.get(id(bias))
         return None if other is None or bias._backward_hooks else (slot, other)
-
-    def _linear(self, slots: Slots, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        if self._later is None and weight.numel() < LARGE:
-            return functional.linear(x, weight, bias)
-        weigh = partial(self._weigh, partial(_weigh_linear, self._flat, slots))
-        return Linear.apply(x, weight, bias, weigh)  # type: ignore[no-untyped-call]
-
-    def _convolution(
-        self,
-        slots: Slots,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Any:
-        shape = stride, padding, dilation, groups
-        if self._later is None or isinstance(padding, str) or x.dim() != 4:
-            return functional.conv2d(x, weight, bias, *shape)
-        weigh = partial(self._weigh, partial(_weigh_convolution, self._flat, slots, shape))
-        return Convolution.apply(x, weight, bias, shape, weigh)  # type: ignore[no-untyped-call]
 
     def _weigh(self, product: Weigh, delta: Tensor, x: Tensor, weight: Tensor) -> None:
         """Compute a product now or note it for later."""
@@ -164,9 +182,7 @@ def _weigh_linear(flat: Flat, slots: Slots, delta: Tensor, x: Tensor, _: Tensor)
         flat.put(slots[1], delta.sum(0))
 
 
-def _weigh_convolution(
-    flat: Flat, slots: Slots, shape: tuple[Any, ...], delta: Tensor, x: Tensor, weight: Tensor
-) -> None:
+def _weigh_convolution(flat: Flat, slots: Slots, shape: Shape, delta: Tensor, x: Tensor, weight: Tensor) -> None:
     flat.put(slots[0], _convolved(delta, x, weight, shape, (False, True))[1])
     if slots[1] is not None:
         flat.put(slots[1], delta.sum((0, 2, 3)))
