@@ -187,7 +187,7 @@ class Masks(nn.Module):
 def test_dropout_differs_between_teams_stages_and_micro_batches():
     seen = []
     of = task(model=lambda: nn.Sequential(Masks(seen), Masks(seen), nn.Linear(4, 2)), batch_size=4)
-    run(mh.bsp(lr=0.01), of=of, team=mh.piped(2, micro_batches=2), steps=1)
+    run(mh.bsp(lr=0.01), of=of, team=mh.piped(2, micro_batches=2, keep="graph"), steps=1)
     passes = [tuple(mask.flatten().tolist()) for mask in seen]
     assert len(passes) == 2 * 2 * 2, "two teams, two micro-batches, two layers"
     assert len(set(passes)) == len(passes)

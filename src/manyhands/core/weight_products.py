@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from manyhands.core.flat import Flat, ParamSlot
 
-LARGE = 2**18
+LARGE = 2**19
 """Elements of a weight from which its product is added to the flat gradient at once."""
 Slots = tuple[ParamSlot, ParamSlot | None]
 """Of a layer's weight and of its bias, if that is trained."""
