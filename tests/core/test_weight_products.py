@@ -1,5 +1,7 @@
 """Weight products: the gradients of layers that are computed apart are those of autograd."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,21 @@ class Own(nn.Linear):
         return 2 * super().forward(x)
 
 
+class Inner(nn.Module):
+    """Its output is a gradient that it computes in the forward pass, of the input and of a weight."""
+
+    def __init__(self, create_graph, layer):
+        super().__init__()
+        self.layer, self.create_graph = layer, create_graph
+
+    def forward(self, x):
+        with torch.enable_grad():
+            h = x.detach().requires_grad_()
+            of = [h, *self.layer.parameters()]
+            found = torch.autograd.grad(self.layer(h).pow(3).sum(), of, create_graph=self.create_graph)
+        return self.layer(x).flatten(1) * (1 + sum(g.square().mean() for g in found))
+
+
 def frozen(module, name):
     getattr(module, name).requires_grad_(False)
     return module
@@ -58,6 +75,17 @@ MODELS = {
         (5, 6),
     ),
     "a forward of its own": lambda: (Own(6, 4, **F64), (5, 6)),
+    **{
+        f"gradients inside, {graph}": partial(lambda graph: (Inner(graph, nn.Linear(6, 4, **F64)), (5, 6)), graph)
+        for graph in (False, True)
+    },
+    **{
+        f"convolution, gradients inside, {graph}": partial(
+            lambda graph: (Inner(graph, nn.Conv2d(2, 3, 3, **F64)), (5, 2, 6, 6)), graph
+        )
+        for graph in (False, True)
+    },
+    "without bias, gradients inside": lambda: (Inner(True, nn.Linear(6, 4, bias=False, **F64)), (5, 6)),
     "checkpoint": lambda: (Checkpointed(), (5, 6)),
     "convolution": lambda: (nn.Conv2d(2, 4, 3, stride=2, padding=1, **F64), (5, 2, 8, 8)),
     "groups": lambda: (nn.Conv2d(4, 4, 3, dilation=2, groups=2, bias=False, **F64), (5, 4, 9, 9)),
@@ -77,8 +105,10 @@ def gradients(module, x, later, scale=1.0):
     for _ in range(2):
         x = x.detach().requires_grad_()
         products = [] if later else None
-        with WeightProducts(flat, layers_apart(module, splits=products is not None), slots, products):
+        layers = WeightProducts(flat, layers_apart(module, splits=products is not None), slots, products)
+        with layers:
             out = module(x)
+        with layers.propagating():
             *grads, error = torch.autograd.grad(out.square().sum(), [*weights, x], allow_unused=True)
         for slot, g in zip(flat.slots, grads, strict=True):
             if g is not None:
@@ -137,8 +167,10 @@ def test_a_layer_that_did_not_run_is_untouched():
     slots = {id(flat.parameter(slot)): slot for slot in flat.slots}
     flat.open(by_hooks=False)
     products = []
-    with WeightProducts(flat, layers_apart(module, splits=products is not None), slots, products):
+    layers = WeightProducts(flat, layers_apart(module, splits=True), slots, products)
+    with layers:
         out = module["used"](torch.randn(2, 3))
+    with layers.propagating():
         torch.autograd.grad(out.sum(), [flat.parameter(slot) for slot in flat.slots], allow_unused=True)
     weigh(products)
     flat.close()
@@ -153,7 +185,7 @@ def test_no_error_is_computed_for_data(kind, monkeypatch):
     weight = torch.randn((4, 3) if kind is Linear else (4, 3, 3, 3), requires_grad=True)
     taken = []
     extra = () if kind is Linear else (Shape((1, 1), (0, 0), (1, 1), 1),)
-    out = kind.apply(x, weight, None, *extra, lambda delta, x, _: taken.append((delta, x)))
+    out = kind.apply(x, weight, None, *extra, lambda delta, x, _: not taken.append((delta, x)))
     reference = functional.linear(x, weight) if kind is Linear else functional.conv2d(x, weight)
     assert torch.equal(out, reference)
     assert torch.autograd.grad(out.sum(), weight, allow_unused=True) == (None,)

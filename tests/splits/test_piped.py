@@ -161,6 +161,18 @@ def test_a_channel_needs_as_much_credit_as_micro_batches_are_in_flight(monkeypat
         together(Piped(), of)
 
 
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+def test_a_stage_that_changes_its_input_cannot_be_replayed():
+    of = task(MODULES["plain"])
+    changing = Task(lambda: nn.Sequential(InPlace(), *of.build(0)), of.data, mse_loss, batch_size=12)
+    with pytest.raises(Refused, match="a stage changes its input in place, but must not, because a replay reads it"):
+        together(Piped(), changing)
+
+
 @pytest.mark.parametrize(
     ("knobs", "why"),
     [

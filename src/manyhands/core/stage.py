@@ -17,7 +17,7 @@ changed twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from manyhands.core.activation_meter import ActivationMeter
+from manyhands.core.errors import Refused
 from manyhands.core.weight_products import WeightProducts, layers_apart, weigh
 from manyhands.core.worker import Worker
 
@@ -34,6 +35,7 @@ Keep = Literal["graph", "inputs"]
 Seed = tuple[int, int, Hashable]
 """What the random numbers of a pass depend on: a rank, a step and a key."""
 Loss = Callable[[Tensor], Tensor]
+Products = list[Callable[[], None]]
 
 
 @dataclass(slots=True)
@@ -46,7 +48,8 @@ class Pass:
     seed: Seed | None
     buffers: Mapping[str, Tensor]
     out: Tensor | None = None
-    products: list[Callable[[], None]] = field(default_factory=list)
+    products: Products = field(default_factory=list)
+    layers: WeightProducts | None = None
 
 
 class Stage:
@@ -98,13 +101,20 @@ class Stage:
         if x.is_floating_point() and not self._is_first:
             x.requires_grad_()
         with self._w.timer.computing():
-            buffers = {name: x.clone() for name, x in self._module.named_buffers()} if keep == "inputs" else {}
-            one = self._saved[m] = Pass(x, weights, loss, seed, buffers)
+            buffers = dict(self._module.named_buffers()) if keep == "inputs" else {}
+            one = Pass(x, weights, loss, seed, {name: buffer.clone() for name, buffer in buffers.items()})
+            one.layers = self._apart(weights, one.products)
+            self._saved[m] = one
+            version = x._version
             with torch.set_grad_enabled(keep == "graph"), self._meter.saving(self._key(m), weights):
                 out = self._run(one, {})
             if keep == "graph":
                 one.out = out
                 self._meter.keep(self._key(m), out)
+            elif x._version != version:
+                raise Refused(
+                    "a stage changes its input in place, but must not, because a replay reads it: keep graphs"
+                )
             self._meter.keep(self._key(m), x)
             self._w.charge_passes(len(x), self._share.forward)
         return out.detach()
@@ -116,15 +126,15 @@ class Stage:
         given = dict(buffers)
         if one.weights is not self.live:
             given |= zip(self._names, one.weights, strict=True)
-        with self._products(one):
+        with one.layers or nullcontext():
             out: Tensor = functional_call(self._module, given, (one.x,)) if given else self._module(one.x)
             return out if one.loss is None else one.loss(out)
 
-    def _products(self, one: Pass) -> AbstractContextManager[object]:
+    def _apart(self, weights: list[Tensor], products: Products) -> WeightProducts | None:
         if not self._layers:
-            return nullcontext()
-        slots = {id(weight): slot for weight, slot in zip(one.weights, self._slots, strict=True)}
-        return WeightProducts(self._w.flat, self._layers, slots, one.products if self._splits else None)
+            return None
+        slots = {id(weight): slot for weight, slot in zip(weights, self._slots, strict=True)}
+        return WeightProducts(self._w.flat, self._layers, slots, products if self._splits else None)
 
     def backward(self, m: int, error: Tensor) -> Tensor | None:
         """Back-propagate `error` through micro-batch `m` into the flat gradient; the error for the previous stage."""
@@ -159,7 +169,7 @@ class Stage:
         inputs = [*one.weights, one.x] if one.x.requires_grad else one.weights
         if not (inputs and one.out.requires_grad):  # neither this stage nor a previous one is trained
             return None
-        with self._products(one):
+        with nullcontext() if one.layers is None else one.layers.propagating():
             grads = torch.autograd.grad(one.out, inputs, error, allow_unused=True)
         one.out = None
         for slot, g in zip(self._slots, grads, strict=False):

@@ -8,20 +8,21 @@ the flat gradient: for a large weight and few rows that saves most of the memory
 two halves (zero bubble) keeps x and delta between them.
 
 Within a pass the layers of a stage have another `forward`, also while autograd runs: a checkpoint inside the module
-computes them again there. Left to autograd are weights that a hook watches, derived ones (weight norm), autocast, what
-is not a plain `nn.Linear` or `nn.Conv2d`, and linear layers with small weights, for which an autograd function in
+computes them again there. Products are taken in the backward pass of the stage only: gradients that a module computes
+in its forward pass are torch's. Left to autograd are weights that a hook watches, derived ones (weight norm), autocast,
+what is not a plain `nn.Linear` or `nn.Conv2d`, and linear layers with small weights, for which an autograd function in
 Python takes longer than it saves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from manyhands.core.flat import Flat, ParamSlot
@@ -41,8 +42,8 @@ class Shape(NamedTuple):
     groups: int
 
 
-Weigh = Callable[[Tensor, Tensor, Tensor], None]
-"""Takes the error of a layer's output, its input and its weight."""
+Weigh = Callable[[Tensor, Tensor, Tensor], bool]
+"""Takes the error of a layer's output, its input and its weight; whether it has taken them."""
 
 
 class Context(Protocol):
@@ -57,7 +58,10 @@ class Context(Protocol):
 
 
 class Linear(torch.autograd.Function):
-    """A linear layer whose backward pass computes the error of its input, and hands on what the weights need."""
+    """A linear layer that hands on what the gradients of its parameters need.
+
+    Where they are not taken, because a module computes gradients in its forward pass, it is like torch's.
+    """
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None, weigh: Weigh) -> Tensor:
@@ -66,11 +70,13 @@ class Linear(torch.autograd.Function):
         return functional.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, delta: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.weigh(delta, x, weight)
-        return (delta.matmul(weight) if ctx.needs_input_grad[0] else None), None, None, None
+        error = delta.matmul(weight) if ctx.needs_input_grad[0] else None
+        if ctx.weigh(delta, x, weight):
+            return error, None, None, None
+        rows = delta.reshape(-1, delta.shape[-1])
+        return error, rows.t() @ x.reshape(-1, x.shape[-1]), rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class Convolution(torch.autograd.Function):
@@ -83,12 +89,14 @@ class Convolution(torch.autograd.Function):
         return functional.conv2d(x, weight, bias, *shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Context, delta: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        ctx.weigh(delta, x, weight)
-        error = _convolved(delta, x, weight, ctx.shape, (True, False))[0] if ctx.needs_input_grad[0] else None
-        return error, None, None, None, None
+        needs_error = ctx.needs_input_grad[0]
+        if ctx.weigh(delta, x, weight):
+            error = _convolved(delta, x, weight, ctx.shape, (True, False))[0] if needs_error else None
+            return error, None, None, None, None
+        error, own = _convolved(delta, x, weight, ctx.shape, (needs_error, True))
+        return error, own, delta.sum((0, 2, 3)) if ctx.needs_input_grad[2] else None, None, None
 
 
 def _convolved(delta: Tensor, x: Tensor, weight: Tensor, shape: Shape, wanted: tuple[bool, bool]) -> Sequence[Tensor]:
@@ -96,7 +104,7 @@ def _convolved(delta: Tensor, x: Tensor, weight: Tensor, shape: Shape, wanted: t
     found: Sequence[Tensor] = torch.ops.aten.convolution_backward(
         delta, x, weight, None, *shape[:3], False, [0, 0], shape.groups, [*wanted, False]
     )
-    return found
+    return found[:2]
 
 
 def layers_apart(module: nn.Module, *, splits: bool) -> list[nn.Linear | nn.Conv2d]:
@@ -135,6 +143,8 @@ class WeightProducts:
     ) -> None:
         self._flat, self._layers, self._slots, self._later = flat, layers, weights, later
 
+        self._propagates = False
+
     def __enter__(self) -> None:
         for layer in self._layers:
             vars(layer)["forward"] = partial(self._forward, layer)
@@ -143,17 +153,27 @@ class WeightProducts:
         for layer in self._layers:
             del vars(layer)["forward"]
 
+    @contextmanager
+    def propagating(self) -> Iterator[None]:
+        """Within it the stage's own backward pass runs, whose products are taken."""
+        self._propagates = True
+        try:
+            with self:
+                yield
+        finally:
+            self._propagates = False
+
     def _forward(self, layer: nn.Linear | nn.Conv2d, x: Tensor) -> Tensor:
         """The output of a layer."""
         slots = self._slots_of(x, layer.weight, layer.bias)
         if slots is None or (isinstance(layer, nn.Conv2d) and x.dim() != 4):
             out: Tensor = type(layer).forward(layer, x)  # type: ignore[arg-type]
         elif isinstance(layer, nn.Linear):
-            linear = partial(self._weigh, partial(_weigh_linear, self._flat, slots))
+            linear = self._weigh_in(partial(_weigh_linear, self._flat, slots))
             out = Linear.apply(x, layer.weight, layer.bias, linear)  # type: ignore[no-untyped-call]
         else:
             shape = Shape(layer.stride, layer.padding, layer.dilation, layer.groups)
-            convolution = partial(self._weigh, partial(_weigh_convolution, self._flat, slots, shape))
+            convolution = self._weigh_in(partial(_weigh_convolution, self._flat, slots, shape))
             out = Convolution.apply(x, layer.weight, layer.bias, shape, convolution)  # type: ignore[no-untyped-call]
         return out
 
@@ -167,12 +187,20 @@ class WeightProducts:
         other = self._slots.get(id(bias))
         return None if other is None or bias._backward_hooks else (slot, other)
 
-    def _weigh(self, product: Weigh, delta: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Compute a product now or note it for later."""
-        if self._later is None:
-            product(delta, x, weight)
-        else:
-            self._later.append(partial(product, delta, x, weight))
+    def _weigh_in(self, product: Callable[[Tensor, Tensor, Tensor], None]) -> Weigh:
+        """For a layer that runs now. In the stage's own backward pass it runs only to be recomputed by a checkpoint."""
+        is_recomputed = self._propagates
+
+        def weigh(delta: Tensor, x: Tensor, weight: Tensor) -> bool:
+            if is_recomputed or not self._propagates:
+                return False
+            if self._later is None:
+                product(delta, x, weight)
+            else:
+                self._later.append(partial(product, delta, x, weight))
+            return True
+
+        return weigh
 
 
 def _weigh_linear(flat: Flat, slots: Slots, delta: Tensor, x: Tensor, _: Tensor) -> None:
