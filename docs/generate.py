@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from manyhands.cli.drawing import drawings
 from manyhands.cli.explain import trait_lines, traits_of
 from manyhands.core.method_index import Knob, Method, methods
 
@@ -56,6 +57,7 @@ def page(method: Method) -> str:
             f"{NOTE}\n# {name}\n\n{card.summary}\n",
             f"{card.text}\n",
             f"## When a worker dies\n\n{when_lost(method)}\n\n{ENDS}\n",
+            *schedule(method),
             "## Traits\n\nWith the default knobs:\n",
             *[f"- {text}" for text in trait_lines(traits_of(method))],
             "\n## Knobs\n\n| knob | type | default | meaning |\n|---|---|---|---|",
@@ -69,6 +71,12 @@ def page(method: Method) -> str:
             "```\n",
         ]
     )
+
+
+def schedule(method: Method) -> list[str]:
+    """The pictures of the schedule that the method plays."""
+    drawn = [f"{title}\n\n```\n{picture}\n```\n" for title, picture in drawings(method)]
+    return ["## Schedule\n", *drawn] if drawn else []
 
 
 def when_lost(method: Method) -> str:

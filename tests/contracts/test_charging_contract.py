@@ -252,7 +252,7 @@ def test_a_method_that_computes_by_itself_is_found(written):
     assert counts[1] - counts[0] == 2 * 3 * 4 * weights, "of 2 workers in 3 steps, 4 bytes each"
 
 
-NEED_NUMBERS = {"gpipe", "pipedream", "sandblaster"}
+NEED_NUMBERS = {"gpipe", "one-f-one-b", "interleaved", "zero-bubble", "pipedream", "sandblaster"}
 """They cut a model where it runs, or search along a line for less loss."""
 SIZES_VARY = {"sparcml", "strom"}
 """The size of what they send depends on the numbers, and is an estimate without them."""

@@ -26,12 +26,13 @@ from manyhands.core.task import Task
 from manyhands.core.team import Team
 from manyhands.core.worker import Worker
 from manyhands.splits import teams
+from manyhands.splits.layers import stages
 from manyhands.splits.piped import Piped
 from pace import assert_within
 
 KINDS = {kind for kind in vars(teams).values() if inspect.isclass(kind)}
 TEAMS = {name: team for kind in KINDS for name, team in sys.modules[kind.__module__].EXAMPLES.items()}
-WIDTHS = [3, 5, 4, 6, 2]
+WIDTHS = [3, 5, 4, 6, 3, 5, 4, 6, 2]
 ROWS, STEPS, LIMIT = 12, 3, 2.0
 
 every_team = pytest.mark.parametrize("name", TEAMS)
@@ -174,10 +175,10 @@ def test_nothing_is_left_in_flight(world, name, size):
 
 
 def piped_bytes(team, size):
-    """An activation and an error for every sample and every cut."""
-    whole = task().build(0)
-    parts = [team.part(whole, index, size) for index in range(size)]
-    widths = [next(p for p in reversed(list(part.parameters())) if p.dim() == 1).numel() for part in parts[:-1]]
+    """An activation and an error for every sample and every cut; all stages of a single rank are one."""
+    count = size * (team.chunks if team.schedule == "interleaved" and size > 1 else 1)
+    cut = stages(task().build(0), count)
+    widths = [next(p for p in reversed(list(stage.parameters())) if p.dim() == 1).numel() for stage in cut[:-1]]
     return 2 * ROWS * sum(widths) * torch.float64.itemsize
 
 

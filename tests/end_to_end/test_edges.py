@@ -26,6 +26,8 @@ RULE = rules.Momentum(0.02, weight_decay=0.1)
 TIED = "of stage 2 is tied to stage 1, but stages must not share weights"
 REFUSED = {
     ("gpipe", "tied"): TIED,
+    ("one_f_one_b", "tied"): TIED,
+    ("zero_bubble", "tied"): TIED,
     ("pipedream", "tied"): TIED,
     ("pipedream", "stream without steps"): "steps is missing: a pipeline that streams must know which mini-batch is",
     (
@@ -41,7 +43,8 @@ SOME = {"fraction": 0.3, "threshold": 0.1}
 
 
 def make(name, **knobs):
-    """A method with those knobs that it has."""
+    """A method with those knobs that it has; pipelines of several stages per worker need more layers than are here."""
+    knobs |= {"stages": 1} if name == "interleaved" else {}
     known = inspect.signature(getattr(mh, name)).parameters
     knobs = SOME | knobs if name in catalog.compressed.__all__ else knobs
     return getattr(mh, name)(**{knob: value for knob, value in knobs.items() if knob in known})

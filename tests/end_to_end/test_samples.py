@@ -26,13 +26,14 @@ CASES = [
 ]
 ONE_GRADIENT = ["dc_asgd", "downpour", "dyn_sgd", "k_async", "k_batch_async", "ssp", "staleness_aware"]
 """Methods whose servers apply each gradient by itself."""
-ONE_MODEL = ["gpipe", "pipedream"]
+ONE_MODEL = ["gpipe", "one_f_one_b", "pipedream", "zero_bubble"]
 KNOBS = {
     "agn": {"period": 2},
     "adag": {"period": 2},
     "bmuf": {"period": 2},
     "diloco": {"period": 2},
     "asysvrg": {"full_steps": 1, "inner_steps": 3},
+    "interleaved": {"stages": 1},  # three would have to divide the micro-batches of four samples
 }
 EXPECTED = {
     "agn": [0, 8, 16, 24, 32, 40],  # a push is of two mini-batches

@@ -84,6 +84,23 @@ def test_every_method_trains_over_teams(name):
     assert result.final_loss < 0.8 * max(first)
 
 
+@pytest.mark.parametrize("schedule", ["one-f-one-b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("name", ["bsp", "diloco"])
+def test_over_every_schedule_a_method_is_itself_with_as_many_workers(name, schedule):
+    alone = run(EVERY[name](), workers=2, team=None)
+    teams = run(EVERY[name](), team=mh.piped(2, schedule=schedule))
+    assert difference(alone, teams) < 1e-12
+    assert teams.samples == alone.samples
+
+
+@pytest.mark.parametrize("schedule", ["one-f-one-b", "interleaved", "zero-bubble"])
+def test_an_asynchronous_method_trains_over_every_schedule(schedule):
+    result = run(mh.ssp(staleness=2), team=mh.piped(2, schedule=schedule), of="digits", steps=60, on={"jitter": 0.2})
+    first = [loss for (_, step), loss in losses(result).items() if step == 1]
+    assert result.final_loss < 0.8 * max(first)
+    assert result.max_lag <= 2 + 1
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_a_method_whose_parts_cannot_be_trained_separately_is_refused(name):
     strategy = EVERY[name]()
@@ -94,7 +111,8 @@ def test_a_method_whose_parts_cannot_be_trained_separately_is_refused(name):
 
 
 def test_which_methods_are_refused():
-    assert {"sandblaster", "backup-workers", "k-sync", "k-async", "gpipe", "pipedream"} == REFUSED
+    flushing = {"gpipe", "one-f-one-b", "interleaved", "zero-bubble"}
+    assert {"sandblaster", "backup-workers", "k-sync", "k-async", "pipedream", *flushing} == REFUSED
 
 
 @pytest.mark.parametrize(
@@ -105,7 +123,10 @@ def test_which_methods_are_refused():
         ({"team": mh.piped(5), "workers": 10}, "the number of stages is 5, but must be <= 4"),
         ({"on": {"newcomers": [0.1]}}, "the number of joining workers is 1, but must be 0"),
         ({"on": {"order": [0, 1]}}, "prescribes the order"),
-        ({"team": "piped(stages=2,schedule='gpip')"}, "schedule is gpip, but must be one of gpipe, one-f-one-b"),
+        (
+            {"team": "piped(stages=2,schedule='gpip')"},
+            "schedule is gpip, but must be one of gpipe, one-f-one-b, interleaved",
+        ),
         ({"team": "pipd(2)"}, "did you mean piped"),
     ],
     ids=str,
@@ -167,7 +188,7 @@ class Masks(nn.Module):
 def test_dropout_differs_between_teams_stages_and_micro_batches():
     seen = []
     of = task(model=lambda: nn.Sequential(Masks(seen), Masks(seen), nn.Linear(4, 2)), batch_size=4)
-    run(mh.bsp(lr=0.01), of=of, team=mh.piped(2, micro_batches=2), steps=1)
+    run(mh.bsp(lr=0.01), of=of, team=mh.piped(2, micro_batches=2, keep="graph"), steps=1)
     passes = [tuple(mask.flatten().tolist()) for mask in seen]
     assert len(passes) == 2 * 2 * 2, "two teams, two micro-batches, two layers"
     assert len(set(passes)) == len(passes)

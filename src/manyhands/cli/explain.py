@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from manyhands.cli.drawing import drawings
 from manyhands.cli.output import console, print_json, print_table
 from manyhands.cli.usage import parse
 from manyhands.core.errors import unknown
@@ -123,7 +124,8 @@ def facts(method: Method) -> dict[str, Any]:
         found = find(method.package, loop)
         place = {"file": method.where(found.path), "line": found.line, "source": found.source} if found else {}
         loops.append({"name": loop.name, **place})
-    return {**method.facts(), "text": method.card.text, "knobs": knobs, "loops": loops}
+    pictures = [{"title": title, "picture": picture} for title, picture in drawings(method)]
+    return {**method.facts(), "text": method.card.text, "pictures": pictures, "knobs": knobs, "loops": loops}
 
 
 def show(method: Method, traits: Mapping[str, Any]) -> None:
@@ -132,6 +134,9 @@ def show(method: Method, traits: Mapping[str, Any]) -> None:
     out.print(f"[bold]{method.name}[/bold] ({method.family})", method.card.summary, sep="\n")
     out.print(f"\n{method.card.text}\n", markup=False, soft_wrap=True)
     out.print("[bold]Traits[/bold] (with the default knobs)", *trait_lines(traits), "", sep="\n")
+    for title, picture in drawings(method):
+        out.print(f"[bold]{title}[/bold]")
+        out.print(f"{picture}\n", markup=False, highlight=False, no_wrap=True, overflow="ignore", crop=False)
     knobs = [(k.flag, k.annotation, "required" if k.required else k.default, k.help) for k in method.knobs]
     print_table(("knob", "type", "default", "meaning"), knobs)
     out.print(f"[bold]Reference[/bold]\n{method.card.paper}\n", soft_wrap=True)

@@ -237,6 +237,18 @@ class Flat:
         if self._arrival is not None:
             self._arrival(slot)
 
+    def put_product(self, slot: ParamSlot, a: Tensor, b: Tensor) -> None:
+        """Store the product of two matrices as a parameter's gradient, or add it, without a tensor between."""
+        if slot.param_id in self.rows:
+            self.put(slot, a @ b)
+            return
+        is_first = slot.name not in self._arrived
+        self.gradient_of(slot).addmm_(a, b, beta=0.0 if is_first else 1.0, alpha=self.scale)
+        if is_first:
+            self._arrived[slot.name] = slot
+            if self._arrival is not None:
+                self._arrival(slot)
+
     def mark(self, slots: Iterable[ParamSlot]) -> None:
         """Begin a step in which exactly these gradients have arrived, and are in place already."""
         self.open()

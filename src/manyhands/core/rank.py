@@ -195,7 +195,8 @@ class RankRun:
         self.strategy.finish(w)
         self.lead, seconds = w.lead, w.transport.now()
         if self.observe is not None:
-            self.observe({"kind": "memory", "held": w.rank, "bytes": footprint(w, self.strategy)})
+            kept = footprint(w, self.strategy)
+            self.observe({"kind": "memory", "held": w.rank, "bytes": kept, "activations": w.activations})
         weights = self.strategy.answer(w)
         return Outcome(seconds, weights, average_buffers(w))
 

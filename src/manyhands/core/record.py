@@ -112,11 +112,12 @@ class UnsavedLine(TypedDict):
 
 
 class MemoryLine(TypedDict):
-    """Bytes of tensors that one worker keeps between steps."""
+    """Bytes of tensors that one worker keeps: between steps, and at most between a forward and a backward pass."""
 
     kind: Literal["memory"]
     held: int
     bytes: int
+    activations: NotRequired[int | None]
 
 
 class EndLine(TypedDict):

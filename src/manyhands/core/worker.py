@@ -100,6 +100,8 @@ class Worker:
         self.step = self.joined_at = 0
         self.lag = UNKNOWN_LAG
         """How stale the gradients were whose outcome has become known in this step; a strategy sets it."""
+        self.activations: int | None = None
+        """The most bytes of activations that this rank keeps at one time; None: not measured."""
         self.samples_in_step = 0
         """How many samples the step under way has in a user's own loop; 0: a mini-batch of the usual size."""
         self.options: tuple[float, ...] = ()

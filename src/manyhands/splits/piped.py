@@ -1,8 +1,8 @@
 """Piped: a team of pipeline stages. The micro-batches of a mini-batch pass through them; their gradients are summed.
 
-    part      the layers of one stage (splits/layers.py)
+    part      the layers of one stage, or of several that lie apart (splits/layers.py): rank r of P has r, r + P, ...
     gradient  F(m) and B(m) for all micro-batches m, in the order of a schedule that flushes: all have passed at its end
-    sent      K - 1 activations forward and as many errors backward for each micro-batch
+    sent      S - 1 activations forward and as many errors backward for each micro-batch, with S stages
 
 The gradient is that of one process on the whole mini-batch: each micro-batch counts by its share of the samples. Layers
 that use statistics of a batch (BatchNorm) see micro-batches.
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from torch import nn
 
+from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.port import Transport
+from manyhands.core.stage import Keep
 from manyhands.core.strategy import Batch
 from manyhands.core.team import Origin
 from manyhands.core.worker import Worker
@@ -25,28 +28,46 @@ from manyhands.splits import schedules
 from manyhands.splits.layers import stages
 from manyhands.splits.stage_passes import StagePasses
 
-SCHEDULES: Mapping[str, schedules.Schedule] = {"gpipe": schedules.gpipe, "one-f-one-b": schedules.one_f_one_b}
+FlushingSchedule = Literal["gpipe", "one-f-one-b", "interleaved", "zero-bubble"]
+SCHEDULES: Mapping[FlushingSchedule, schedules.Schedule] = {
+    "gpipe": schedules.gpipe,
+    "one-f-one-b": schedules.one_f_one_b,
+    "interleaved": schedules.interleaved,
+    "zero-bubble": schedules.zero_bubble,
+}
 """Those that flush."""
 
 
 @dataclass
 class Piped:
-    """A replica of the model whose layers are divided into stages, one per rank.
+    """A replica of the model whose layers are divided into stages.
 
     Args:
-        stages: K, the number of ranks; 0: all workers form one pipeline.
+        stages: the number of ranks, each with one stage, or with several if the schedule is "interleaved"; 0: all
+            workers form one pipeline.
         micro_batches: M, the number that a mini-batch is divided into.
         schedule: the order of the passes.
+        chunks: v, the stages of a rank, if the schedule is "interleaved".
+        keep: "graph": the graph of a forward pass is kept until its backward pass; "inputs": only its input is, and the
+            forward pass is computed again; None: "inputs" for "gpipe", as in its paper, "graph" for the others.
     """
 
     stages: int = 0
     micro_batches: int = 4
-    schedule: Literal["gpipe", "one-f-one-b"] = "gpipe"
+    schedule: FlushingSchedule = "gpipe"
+    chunks: int = 2
+    keep: Keep | None = None
 
     def __post_init__(self) -> None:
         refuse_unless(self.stages >= 0, "stages", self.stages, ">= 1, or 0: as many as there are workers")
         refuse_unless(self.micro_batches >= 1, "micro_batches", self.micro_batches, ">= 1")
         refuse_unless(self.schedule in SCHEDULES, "schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
+        refuse_unless(self.chunks >= 1, "chunks", self.chunks, ">= 1")
+        is_default = self.schedule == "interleaved" or self.chunks == 2
+        refuse_unless(
+            is_default, "chunks", self.chunks, "left as it is: only 'interleaved' has several stages per rank"
+        )
+        refuse_unless(self.keep in (None, "graph", "inputs"), "keep", self.keep, "one of graph, inputs")
 
     @property
     def size(self) -> int:
@@ -54,39 +75,76 @@ class Piped:
 
     def check(self, size: int, batch_size: int, model: nn.Module) -> None:
         """The model must have a layer for each stage, and the mini-batch must be divisible."""
-        stages(model, size)
-        chunks = self.micro_batches
-        refuse_unless(batch_size % chunks == 0, "batch_size", batch_size, f"divisible by micro_batches = {chunks}")
+        stages(model, size * self._chunks(size))
+        M = self.micro_batches
+        refuse_unless(batch_size % M == 0, "batch_size", batch_size, f"divisible by micro_batches = {M}")
+        self._rows(size)
+
+    def _chunks(self, size: int) -> int:
+        """The stages of a rank; of a single rank they would follow one another, so it has one."""
+        return self.chunks if self.schedule == "interleaved" and size > 1 else 1
+
+    def _rows(self, size: int) -> schedules.Rows:
+        if self.schedule == "interleaved":
+            return schedules.interleaved(size, self.micro_batches, self._chunks(size))
+        return SCHEDULES[self.schedule](size, self.micro_batches)
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
-        return stages(model, size)[index]
+        own = stages(model, size * self._chunks(size))[index::size]
+        return own[0] if len(own) == 1 else nn.ModuleList(own)
 
     def begin(self, w: Worker, members: Transport) -> None:
-        """This member's row of the schedule, and its passes."""
+        """This member's row of the schedule, and the passes of its stages."""
         if w.task.loss is None or w.task.sizes_only:
             raise Refused("a pipeline needs a task with a loss function and real data")
-        if members.size == self.micro_batches == 1:
+        size, index = members.size, members.rank
+        if size == self.micro_batches == 1:
             return
         w.team = self
-        rows = SCHEDULES[self.schedule](members.size, self.micro_batches)
-        self._row = rows[members.rank]
-        self._passes = StagePasses(w, members, w.trained, max(map(schedules.in_flight, rows)))
+        rows = self._rows(size)
+        self._row = rows[index]
+        self._keep: Keep = self.keep or ("inputs" if self.schedule == "gpipe" else "graph")
+        self._meter = ActivationMeter()
+        self._meter.on = True
+        count = size * self._chunks(size)
+        passes_of = partial(
+            StagePasses,
+            depth=max(map(schedules.in_flight, rows)),
+            stages=count,
+            splits=self.schedule == "zero-bubble",
+            meter=self._meter,
+        )
+        modules = w.trained if isinstance(w.trained, nn.ModuleList) else [w.trained]
+        numbers = range(index, count, size)
+        self._passes = {s: passes_of(w, members, module, index=s) for s, module in zip(numbers, modules, strict=True)}
 
     def gradient(self, w: Worker, batch: Batch, origin: Origin) -> float:
-        """Play this stage's row; the loss is the mean over all samples, on every member."""
-        samples, passes = len(batch[0]), self._passes
-        refuse_unless(samples >= self.micro_batches, "the number of samples", samples, f">= {self.micro_batches}")
-        chunks = list(zip(*(field.tensor_split(self.micro_batches) for field in batch), strict=True))
+        """Play this rank's row; the loss is the mean over all samples, on every member."""
+        samples, M = len(batch[0]), self.micro_batches
+        refuse_unless(samples >= M, "the number of samples", samples, f">= {M}")
+        chunks = list(zip(*(field.tensor_split(M) for field in batch), strict=True))
         rank, step, key = origin
         w.flat.open(by_hooks=False)
-        for op, m, _ in self._row:
+        for op, m, s in self._row:
+            passes = self._passes[s]
             if op == "F":
-                passes.forward(m, chunks[m], passes.stage.live, rank, step, (key, passes.index, m))
+                passes.forward(m, chunks[m], passes.stage.live, rank, step, (key, s, m), self._keep)
+            elif op == "W":
+                passes.weigh(m)
             else:
-                passes.backward(m, len(chunks[m][0]) / samples)
+                back = passes.backward if op == "B" else passes.inward
+                back(m, len(chunks[m][0]) / samples)
         w.flat.close()
-        losses = [float(passes.losses.pop(m)) * len(chunk[0]) for m, chunk in enumerate(chunks)]
-        return sum(losses) / samples
+        self._meter.on, w.activations = False, self._meter.most
+        losses = [float(passes.losses[m]) for m in range(M)]
+        return sum(loss * len(chunk[0]) for loss, chunk in zip(losses, chunks, strict=True)) / samples
 
 
-EXAMPLES: Mapping[str, Piped] = {"piped": Piped(stages=2), "piped, 1f1b": Piped(stages=2, schedule="one-f-one-b")}
+EXAMPLES: Mapping[str, Piped] = {
+    "piped": Piped(stages=2),
+    "piped, graphs kept": Piped(stages=2, keep="graph"),
+    "piped, 1f1b": Piped(stages=2, schedule="one-f-one-b"),
+    "piped, 1f1b, inputs kept": Piped(stages=2, schedule="one-f-one-b", keep="inputs"),
+    "piped, interleaved": Piped(stages=2, micro_batches=12, schedule="interleaved"),
+    "piped, zero bubble": Piped(stages=2, micro_batches=6, schedule="zero-bubble"),
+}

@@ -3,8 +3,11 @@
     F(m)  receive the activation of m (stage 0: the data), compute, send it to the next stage (last stage: the loss)
     B(m)  receive the error of m (last stage: from the loss), back-propagate, send it to the previous stage,
           with the loss of m, so that every stage knows it
+    I(m)  the first half of B(m): the error
+    W(m)  the second half: the gradients of the weights
 
-A received activation is borrowed until B(m): it is part of the graph.
+What is received is borrowed until B(m) or W(m), because the passes use it in place. So the channel from one stage to
+the next needs a credit of as many messages as there are micro-batches in flight. Every stage has channels of its own.
 """
 
 from __future__ import annotations
@@ -14,12 +17,18 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor, nn
 
+from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.port import Message, Tag, Transport, recv
-from manyhands.core.stage import Stage
+from manyhands.core.stage import Keep, Stage
 from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
 
 ACTIVATION, ERROR = Tag("activation"), Tag("error")
+
+
+def channel(tag: Tag, stage: int, credit: int) -> Tag:
+    """The tag of what a stage receives."""
+    return tag._replace(name=f"{tag.name}:{stage}", credit=credit)
 
 
 class StagePasses:
@@ -27,46 +36,96 @@ class StagePasses:
 
     Args:
         w: this rank, whose flat model has the stage's parameters.
-        members: the ranks of the pipeline, in the order of the stages.
+        members: the ranks of the pipeline; stage s is on rank s mod P.
         module: the layers of this stage.
-        depth: the most micro-batches that are in flight at any stage.
+        depth: the most micro-batches that are in flight at any rank.
+        index: the number of the stage; None: that of the rank.
+        stages: the number of all stages; None: one per rank.
+        splits: whether its backward passes are I and W.
+        meter: measures the activations that the rank keeps.
     """
 
-    def __init__(self, w: Worker, members: Transport, module: nn.Module, depth: int) -> None:
+    def __init__(
+        self,
+        w: Worker,
+        members: Transport,
+        module: nn.Module,
+        depth: int,
+        *,
+        index: int | None = None,
+        stages: int | None = None,
+        splits: bool = False,
+        meter: ActivationMeter | None = None,
+    ) -> None:
         self._w = w
         self._members = members
-        self.index, self.last = members.rank, members.size - 1
-        self.stage = Stage(w, module)
-        self._activation, self._error = ACTIVATION._replace(credit=depth + 1), ERROR._replace(credit=depth + 1)
-        self._borrowed: dict[int, Message] = {}
+        self.index = members.rank if index is None else index
+        self.last = (members.size if stages is None else stages) - 1
+        self.stage = Stage(w, module, is_first=self.index == 0, splits=splits, meter=meter)
+        self._before, self._after = ((self.index + step) % members.size for step in (-1, 1))
+        self._activation, self._error = (channel(tag, self.index, depth) for tag in (ACTIVATION, ERROR))
+        self._next_activation = channel(ACTIVATION, self.index + 1, depth)
+        self._previous_error = channel(ERROR, self.index - 1, depth)
+        self._borrowed: dict[int, list[Message]] = {}
         self.losses: dict[int, Tensor] = {}
         """By micro-batch, from B(m) on; at the last stage from F(m) on."""
 
-    def forward(self, m: int, fields: Batch, weights: list[Tensor], rank: int, step: int, key: Hashable) -> None:
+    def forward(
+        self,
+        m: int,
+        fields: Batch,
+        weights: list[Tensor],
+        rank: int,
+        step: int,
+        key: Hashable,
+        keep: Keep = "graph",
+    ) -> None:
         """F(m): from the data or an activation to an activation or the loss; `rank`, `step` and `key` seed dropout."""
         w, x, loss = self._w, fields[0], self._w.task.loss
         if self.index:
-            self._borrowed[m] = recv(self._members, self._activation.of(m), frm=self.index - 1)
-            x = self._borrowed[m].tensors[0]
-        w.seed_torch(rank, step, key)
+            x = self._borrow(m, self._activation, self._before).tensors[0]
+        seed = rank, step, key
         if self.index < self.last:
-            out = self.stage.forward(m, x, weights)
-            self._members.send(self.index + 1, self._activation.of(m), (), [out])
+            out = self.stage.forward(m, x, weights, keep=keep, seed=seed)
+            self._members.send(self._after, self._next_activation.of(m), (), [out])
         else:
             assert loss is not None
-            self.losses[m] = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]))
+            self.losses[m] = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]), keep=keep, seed=seed)
             w.checked(self.losses[m])
 
     def backward(self, m: int, share: float) -> None:
         """B(m): from the error of the next stage, or `share` of the loss, to the error of the previous stage."""
+        error = self.stage.backward(m, self._error_of(m, share))
+        self._release(m)
+        self._hand_down(m, error)
+
+    def inward(self, m: int, share: float) -> None:
+        """I(m): the same without the gradients of the weights, which `weigh` computes later."""
+        self._hand_down(m, self.stage.inward(m, self._error_of(m, share)))
+
+    def weigh(self, m: int) -> None:
+        """W(m): the gradients of the weights."""
+        self.stage.weigh(m)
+        self._release(m)
+
+    def _error_of(self, m: int, share: float) -> Tensor:
+        """The error of the stage's output; with it comes the loss."""
         if self.index == self.last:
-            error = self.stage.backward(m, torch.ones_like(self.losses[m]) * share)
-        else:
-            message = recv(self._members, self._error.of(m), frm=self.index + 1)
-            error = self.stage.backward(m, message.tensors[0])
-            self.losses[m] = torch.tensor(message.meta[0], dtype=message.tensors[0].dtype)
-            message.release()
+            return torch.ones_like(self.losses[m]) * share
+        message = self._borrow(m, self._error, self._after)
+        self.losses[m] = torch.tensor(message.meta[0], dtype=message.tensors[0].dtype)
+        return message.tensors[0]
+
+    def _hand_down(self, m: int, error: Tensor | None) -> None:
         if self.index:
             assert error is not None
-            self._borrowed.pop(m).release()
-            self._members.send(self.index - 1, self._error.of(m), (float(self.losses[m]),), [error])
+            self._members.send(self._before, self._previous_error.of(m), (float(self.losses[m]),), [error])
+
+    def _borrow(self, m: int, tag: Tag, frm: int) -> Message:
+        message = recv(self._members, tag.of(m), frm=frm)
+        self._borrowed.setdefault(m, []).append(message)
+        return message
+
+    def _release(self, m: int) -> None:
+        for message in self._borrowed.pop(m, ()):
+            message.release()

@@ -168,7 +168,7 @@ class Grid(Strategy):
                 yield
         except Diverged as error:
             raise Diverged(w.rank, error.step, error.loss, error.what) from None
-        w.lag = me.lag
+        w.lag, w.activations = me.lag, me.activations
 
     def share_budget(self, budget: Budget) -> Budget:
         """Teams draw from a common budget; the steps of workers in lock step are counted already."""
