@@ -48,7 +48,7 @@ def example(data: Any, device: str | None = None) -> tuple[Any, ...]:
 
 def count_work(model: nn.Module, inputs: Sequence[Any], on_call: OnCall | None = None) -> dict[str, Work]:
     """The work for one sample of each module that computes products; `inputs` are those of `SAMPLES` samples."""
-    model = _copy(model)
+    model = copy_with_same_parameters(model)
     products = _Products(model)
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(0)
@@ -60,7 +60,7 @@ def count_work(model: nn.Module, inputs: Sequence[Any], on_call: OnCall | None =
     return {name: work / SAMPLES for name, work in products.found.items()}
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copy_with_same_parameters(model: nn.Module) -> nn.Module:
     """A copy of a model with the same memory for its parameters."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
