@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from math import inf
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.work import work_of
+from manyhands.core.work import source_of, work_of
 from manyhands.core.work_counter import copy_with_same_parameters
 from manyhands.splits.cut_pass import CutPass, CutPlan
 from manyhands.splits.layers import balanced_cuts
@@ -40,6 +41,13 @@ WORTH_CARRYING = 1.1
 """How many times larger the largest stage may become so that only activations travel."""
 
 
+class Belongings(NamedTuple):
+    """The stage in which each module ends, and the stages that use each parameter and buffer, by name."""
+
+    modules: Mapping[str, int]
+    tensors: Mapping[str, tuple[int, ...]]
+
+
 class CutStage(nn.Module):
     """One stage of a model.
 
@@ -47,14 +55,18 @@ class CutStage(nn.Module):
         model: the whole model, which is not changed.
         plan: where it is cut.
         index: the number of the stage.
-        own: the names of the modules that belong to the stage, and of the parameters and buffers.
+        own: what belongs to which stage.
     """
 
-    def __init__(self, model: nn.Module, plan: CutPlan, index: int, own: Sequence[frozenset[str]]) -> None:
+    def __init__(self, model: nn.Module, plan: CutPlan, index: int, own: Belongings) -> None:
         super().__init__()
         self._in_tuple = (model,)  # so that it is not a module inside this one
         self.plan, self.index = plan, index
-        self._modules_here, self._tensors_here = own
+        self._modules_here = {name for name, stage in own.modules.items() if stage == index}
+        self._tensors_here = {name for name, stages in own.tensors.items() if index in stages}
+        shared = {name: stages for name, stages in own.tensors.items() if len(stages) > 1 and index in stages}
+        self.tied = {name: shared[name] for name, _ in self.named_parameters() if name in shared}
+        """The stages that use a parameter, of those that several use."""
         self._sizes: dict[Any, Any] = {}
 
     @property
@@ -101,19 +113,25 @@ def cut(
         at: the names of the first modules of stages 1, 2, ...; None: chosen, so that the largest stage is small.
         balance: what is small: the operations of a stage, or its number of parameters.
     """
-    if count == 1:
-        return [_whole(model)]
+    found, key = source_of(model).found, ("cut", count, None if at is None else tuple(at), balance)
+    if key not in found:
+        found[key] = _found(model, example, count, at, balance)
+    plan, own = found[key]
+    return [CutStage(model, plan, index, own) for index in range(count)]
+
+
+def _found(
+    model: nn.Module, example: Sequence[Any], count: int, at: Sequence[str] | None, balance: Balance
+) -> tuple[CutPlan, Belongings]:
+    """Where to cut, and what belongs to the stages; checked on the example."""
     with _undisturbed(), torch.enable_grad():
         recording = Recording(copy_with_same_parameters(model), example)
         chosen = _chosen(recording, model, count, balance) if at is None else _named(recording, at, count)
         plan = _complete(_plan(recording, chosen), copy_with_same_parameters(model), example)
-        times = [one.time for one in chosen]
-        owned = [_own(recording, model, times, index) for index in range(count)]
+        own = _belongings(recording, model, chosen)
         copied = copy_with_same_parameters(model)
-        _verify(
-            copy_with_same_parameters(model), [CutStage(copied, plan, n, own) for n, own in enumerate(owned)], example
-        )
-    return [CutStage(model, plan, index, own) for index, own in enumerate(owned)]
+        _verify(copy_with_same_parameters(model), [CutStage(copied, plan, n, own) for n in range(count)], example)
+    return plan, own
 
 
 def run(stages: Sequence[CutStage], fields: Sequence[Any]) -> Any:
@@ -154,11 +172,11 @@ def _chosen(recording: Recording, model: nn.Module, count: int, balance: Balance
     size = _work(recording, model) if balance == "work" else _sizes(recording, model)
     trained = [recording.uses[name].read for name, p in model.named_parameters() if p.requires_grad]
     largest, chosen = _balanced(every, size, trained, count)
-    if not chosen:
-        most = next((n for n in range(count - 1, 1, -1) if _balanced(every, size, trained, n)[1]), 1)
+    if largest == inf:
+        most = next((n for n in range(count - 1, 1, -1) if _balanced(every, size, trained, n)[0] < inf), 1)
         refuse_unless(False, "the number of stages", count, f"<= {most}, into which the model can be cut")
     bare, only = _balanced([one for one in every if not one.others], size, trained, count)
-    return only if only and bare <= WORTH_CARRYING * largest else chosen
+    return only if bare <= WORTH_CARRYING * largest else chosen
 
 
 def _outermost(candidates: list[Candidate]) -> list[Candidate]:
@@ -170,7 +188,7 @@ def _outermost(candidates: list[Candidate]) -> list[Candidate]:
 def _balanced(
     candidates: list[Candidate], sizes: Iterable[tuple[int, float]], trained: Sequence[set[int]], count: int
 ) -> tuple[float, list[Candidate]]:
-    """The size of the largest stage and the cuts; none if there are too few candidates."""
+    """The size of the largest stage and the cuts; infinity if there are too few candidates."""
     times = [one.time for one in candidates]
     between = [0.0] * (len(times) + 1)
     for time, size in sizes:
@@ -194,8 +212,8 @@ def _sizes(recording: Recording, model: nn.Module) -> list[tuple[int, float]]:
 
 
 def _plan(recording: Recording, chosen: Sequence[Candidate]) -> CutPlan:
-    opened = frozenset(name for one in chosen for name in one.inside)
-    called = sorted({name for caller in opened for name in recording.callees[caller]})
+    opened = frozenset({"", *(name for one in chosen for name in one.inside)})
+    called = sorted({name for caller in opened for name in recording.callees.get(caller, ())})
     return CutPlan(tuple(one.name for one in chosen), opened, tuple(called), ((),) * len(chosen))
 
 
@@ -263,17 +281,10 @@ def _results(model: nn.Module, compute: Callable[[], Any]) -> dict[str, Tensor]:
 # -- what belongs to a stage ---------------------------------------------------------------------------
 
 
-def _own(recording: Recording, model: nn.Module, times: Sequence[int], index: int) -> tuple[frozenset[str], ...]:
-    """The names of a stage's modules, and of its parameters and buffers; what is not used belongs to the first one."""
-    ended = {name: bisect_right(times, recording.left.get(name, 0)) for name, _ in model.named_modules()}
-    users = {name: use.segments(times) or {0} for name, use in recording.uses.items()}
-    return (
-        frozenset(name for name, stage in ended.items() if stage == index),
-        frozenset(name for name, stages in users.items() if index in stages),
+def _belongings(recording: Recording, model: nn.Module, chosen: Sequence[Candidate]) -> Belongings:
+    """What is not used belongs to the first stage."""
+    times = [one.time for one in chosen]
+    return Belongings(
+        {name: bisect_right(times, recording.left.get(name, 0)) for name, _ in model.named_modules()},
+        {name: tuple(sorted(use.segments(times))) or (0,) for name, use in recording.uses.items()},
     )
-
-
-def _whole(model: nn.Module) -> CutStage:
-    modules = frozenset(name for name, _ in model.named_modules())
-    tensors = frozenset(name for name, _ in (*model.named_parameters(), *model.named_buffers()))
-    return CutStage(model, CutPlan((), frozenset({""}), (), ()), 0, (modules, tensors))
