@@ -1,20 +1,12 @@
 """Teams of stages of models that are no chains: equal to the run without a team."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from manyhands.tasks import load
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "splits"))
-
-from models import LENGTH, WORDS, Branching, Gpt, UNet
+from branched_models import LENGTH, WORDS, Branching, Gpt, UNet
 
 
 def words(count=48):

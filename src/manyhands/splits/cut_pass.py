@@ -25,12 +25,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as tree
 
 from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.splits.placeholder import (
@@ -40,6 +40,8 @@ from manyhands.splits.placeholder import (
     Placeholder,
     Size,
     by_size_alone,
+    leaves_of,
+    replaced,
     signature,
     tensors_in,
     writes,
@@ -155,7 +157,7 @@ class CutPass(TorchFunctionMode):
 
     def with_numbers(self, values: Any) -> Any:
         """Nested values, with received ones in the place of placeholders."""
-        return tree.tree_map_only(Placeholder, self._number, values)
+        return replaced(Placeholder, self._number, values)
 
     def _number(self, x: Placeholder) -> Tensor:
         if self._is_done or x.run is not self:
@@ -172,8 +174,8 @@ class CutPass(TorchFunctionMode):
 
     def _noted(self, key: Key, out: Any) -> Any:
         """Results, of which those that travel are kept."""
-        for number, x in enumerate(tree.tree_leaves(out)) if self._sent else ():
-            if isinstance(x, Tensor) and key._replace(output=number) in self._sent:
+        for number, x in enumerate(tensors_in(out)) if self._sent else ():
+            if key._replace(output=number) in self._sent:
                 self._values[key._replace(output=number)] = x
         return out
 
@@ -216,14 +218,14 @@ class CutPass(TorchFunctionMode):
             self.entered = activation.key
             self._values[activation.key] = x
         torch.set_grad_enabled(self._grad)
-        args, kwargs = tree.tree_map_only(Tensor, lambda _: x, (args, kwargs))
+        args, kwargs = replaced(Tensor, lambda _: x, (args, kwargs))
         return args, kwargs
 
     def _stand_in(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a module of an earlier stage returns for zeros."""
         with self._closed(), _other_buffers(module):
             out = forward(*args, **kwargs)
-        for one in tree.tree_leaves(out):
+        for one in leaves_of(out):
             if not isinstance(one, (Tensor, *PLAIN)):
                 raise Refused(f"{name} returns a {type(one).__name__}, but must return tensors to run before a cut")
         return out
@@ -253,10 +255,10 @@ class CutPass(TorchFunctionMode):
 
     def _before(self, func: Any, args: Any, kwargs: Any, key: Key) -> Any:
         """An operation in front of the cut."""
-        found = [x for x in tree.tree_leaves((args, kwargs)) if isinstance(x, (Placeholder, nn.Parameter))]
+        found = [x for x in leaves_of((args, kwargs)) if isinstance(x, (Placeholder, nn.Parameter))]
         if not found:
             return self._again(func, args, kwargs, key)
-        args, kwargs = tree.tree_map_only(nn.Parameter, self._without_numbers, (args, kwargs))
+        args, kwargs = replaced(nn.Parameter, self._without_numbers, (args, kwargs))
         known, out = by_size_alone(func, args, kwargs)
         if known:
             return out
@@ -296,18 +298,17 @@ class CutPass(TorchFunctionMode):
         """Placeholders for the results of a computation."""
         known = what, signature((args, kwargs))
         if known not in self._sizes:
-            args, kwargs = tree.tree_map_only(Placeholder, lambda x: Size.of(x).zeros(), (args, kwargs))
+            args, kwargs = replaced(Placeholder, lambda x: Size.of(x).zeros(), (args, kwargs))
             state = torch.default_generator.get_state()
             self._sizes[known] = _sizes(compute(*args, **kwargs))
             torch.default_generator.set_state(state)
         return self._places(self._sizes[known], key)
 
-    def _places(self, sizes: tuple[list[Any], tree.TreeSpec], key: Key) -> Any:
-        leaves = [
-            Placeholder(x, key._replace(output=number), self._segment, self) if isinstance(x, Size) else x
-            for number, x in enumerate(sizes[0])
-        ]
-        return tree.tree_unflatten(leaves, sizes[1])
+    def _places(self, sizes: Any, key: Key) -> Any:
+        numbers = count()
+        return replaced(
+            Size, lambda size: Placeholder(size, key._replace(output=next(numbers)), self._segment, self), sizes
+        )
 
 
 @contextmanager
@@ -323,7 +324,6 @@ def _other_buffers(module: nn.Module) -> Iterator[None]:
             one._buffers.update(buffers)
 
 
-def _sizes(out: Any) -> tuple[list[Any], tree.TreeSpec]:
-    """The sizes of the tensors in nested results, and the structure."""
-    leaves, structure = tree.tree_flatten(out)
-    return [Size.of(x) if isinstance(x, Tensor) else x for x in leaves], structure
+def _sizes(out: Any) -> Any:
+    """The sizes of the tensors in nested results, in the place of the tensors."""
+    return replaced(Tensor, Size.of, out)

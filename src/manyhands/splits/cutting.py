@@ -125,7 +125,10 @@ def _found(
 ) -> tuple[CutPlan, Belongings]:
     """Where to cut, and what belongs to the stages; checked on the example."""
     with _undisturbed(), torch.enable_grad():
+        drawn = random.getstate()
         recording = Recording(copy_with_same_parameters(model), example)
+        if random.getstate() != drawn:
+            raise Refused("the forward pass draws from Python's random, but its stages have only torch's in common")
         chosen = _chosen(recording, model, count, balance) if at is None else _named(recording, at, count)
         plan = _complete(_plan(recording, chosen), copy_with_same_parameters(model), example)
         own = _belongings(recording, model, chosen)
@@ -144,13 +147,11 @@ def run(stages: Sequence[CutStage], fields: Sequence[Any]) -> Any:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Restore the random numbers; refuse a model that draws from Python's, which stages do not have in common."""
+    """Restore the random numbers."""
     state, own = torch.default_generator.get_state(), random.getstate()
     torch.default_generator.manual_seed(0)
     try:
         yield
-        if random.getstate() != own:
-            raise Refused("the forward pass draws from Python's random, but stages have only torch's in common")
     finally:
         torch.default_generator.set_state(state)
         random.setstate(own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -96,7 +96,7 @@ class Placeholder(Tensor):
         known, out = by_size_alone(func, args, kwargs)
         if known:
             return out
-        run = next(x.run for x in tree.tree_leaves((args, kwargs)) if isinstance(x, Placeholder))
+        run = next(x.run for x in leaves_of((args, kwargs)) if isinstance(x, Placeholder))
         args, kwargs = run.with_numbers((args, kwargs))
         return func(*args, **kwargs)
 
@@ -113,13 +113,48 @@ def by_size_alone(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return False, None
 
 
+def replaced(kind: type, change: Callable[[Any], Any], values: Any) -> Any:
+    """Nested values, with `change(x)` in the place of each leaf x of a kind."""
+    if isinstance(values, kind):
+        return change(values)
+    of = type(values)
+    if of is tuple or of is list:
+        return of([replaced(kind, change, x) for x in values])
+    if of is dict:
+        return {name: replaced(kind, change, x) for name, x in values.items()}
+    return values if of in LEAVES else tree.tree_map_only(kind, change, values)
+
+
+def leaves_of(values: Any) -> list[Any]:
+    """The leaves of nested values, in order."""
+    of = type(values)
+    if of is tuple or of is list:
+        return [leaf for x in values for leaf in leaves_of(x)]
+    if of is dict:
+        return [leaf for x in values.values() for leaf in leaves_of(x)]
+    return [values] if of in LEAVES else tree.tree_leaves(values)
+
+
+LEAVES = frozenset({Tensor, torch.nn.Parameter, Placeholder, type(None), bool, int, float, str, slice, type(...)})
+"""The usual leaves, for which torch's functions for nested values, which are slow, are not asked."""
+
+
 def tensors_in(values: Any) -> list[Tensor]:
     """The tensors in nested values."""
-    return [x for x in tree.tree_leaves(values) if isinstance(x, Tensor)]
+    return [x for x in leaves_of(values) if isinstance(x, Tensor)]
 
 
 def signature(values: Any) -> Hashable:
     """Equal for nested values whose tensors have the same sizes, and whose other leaves are equal."""
+    of = type(values)
+    if of is tuple or of is list:
+        return of, tuple([signature(x) for x in values])
+    if of is dict:
+        return of, tuple([(name, signature(x)) for name, x in values.items()])
+    if isinstance(values, Tensor):
+        return Size.of(values), of is Placeholder
+    if of in LEAVES and of is not slice:
+        return of, values
     leaves, structure = tree.tree_flatten(values)
     return structure, tuple(map(_leaf_signature, leaves))
 
