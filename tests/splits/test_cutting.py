@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch.nn.functional import relu
 
-from branched_models import LENGTH, WORDS, Branching, Gpt, UNet
+import manyhands as mh
+from branched_models import LENGTH, WIDTH, WORDS, Branching, Gpt, UNet
 from manyhands.core.errors import ManyhandsError, Refused
+from manyhands.core.work import work_of
 from manyhands.splits import layers
 from manyhands.splits.cutting import cut, run
 from manyhands.tasks import load
@@ -261,6 +263,12 @@ def test_where_parameters_are_is_not_where_the_work_is():
         for balance in ("work", "parameters")
     )
     assert max(by_parameters) < max(by_work)
+
+
+def test_the_work_of_a_tied_layer_is_where_it_is_computed():
+    work = work_of(mh.Task(lambda: Gpt(tied=True), [(words(2)[0],)], None).build(0)).modules
+    assert work["head"].forward == 2 * LENGTH * WIDTH * WORDS
+    assert work["words"].forward == 2 * WIDTH * WORDS, "an estimate, because it computes no product"
 
 
 # -- what is refused ----------------------------------------------------------------------------------
