@@ -1,10 +1,10 @@
 """Cut pass: one stage's share of a forward pass, by running the model from its beginning.
 
-                stage 0 of 3            stage 1 of 3                   stage 2 of 3
-    stem        runs                    placeholder                    placeholder
-    blocks.0    runs                    placeholder                    placeholder
-    blocks.1    Stop(its argument)      runs on what was received      placeholder
-    blocks.2                            Stop(its argument)             runs on what was received
+                stage 0 of 3          stage 1 of 3                   stage 2 of 3
+    stem        runs                  placeholder                    placeholder
+    blocks.0    runs                  placeholder                    placeholder
+    blocks.1    ends the segment      runs on what was received      placeholder
+    blocks.2                          ends the segment               runs on what was received
 
 The Python code of the modules that contain a cut (`open` modules; the whole model is one) runs on every stage. In front
 of its own segment, a stage does not run the modules that this code calls: their results are placeholders, tensors of
@@ -55,7 +55,7 @@ SIZED_BY_NUMBERS = frozenset(
 """Functions whose result has a size that depends on numbers; so has an index by a mask."""
 
 
-class Stop(BaseException):
+class SegmentEnd(BaseException):
     """The first module of the next stage is called. Not an `Exception`, so that a model does not catch it."""
 
     def __init__(self, outputs: tuple[Tensor | None, ...]) -> None:
@@ -129,8 +129,8 @@ class CutPass(TorchFunctionMode):
             with self._intercepted(), self:
                 torch.set_grad_enabled(self._grad and not self._stage)
                 out = self._model(*fields)
-        except Stop as stop:
-            return stop.outputs
+        except SegmentEnd as end:
+            return end.outputs
         finally:
             torch.set_grad_enabled(self._grad)
             self._is_done, self._values = True, {}
@@ -208,7 +208,7 @@ class CutPass(TorchFunctionMode):
             raise ManyhandsError(f"stage {begins} begins at {name}, which was called in stage {self._segment}")
         (activation,) = tensors_in((args, kwargs))
         if self._segment == self._stage:
-            raise Stop((self.with_numbers(activation), *map(self._values.get, self._plan.outgoing(self._stage))))
+            raise SegmentEnd((self.with_numbers(activation), *map(self._values.get, self._plan.outgoing(self._stage))))
         self._segment = begins
         if begins < self._stage:
             return args, kwargs
