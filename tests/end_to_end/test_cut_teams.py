@@ -94,6 +94,26 @@ def test_holders_of_tied_weights_have_the_same_bits():
     assert torch.equal(held[0]["words.weight"], held[2]["words.weight"])
 
 
+class Shared(torch.nn.Module):
+    """Two parameters, each of which all stages use; one is not used by every mini-batch in the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        for layer in self.layers[1:]:
+            layer.weight, layer.bias = self.layers[0].weight, self.layers[0].bias
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x).tanh()
+        return self.layers[2](x) if x.mean() > 0 else x @ self.layers[2].weight.t()
+
+
+def test_three_stages_may_share_all_weights():
+    shared = task(Shared, numbers())
+    assert difference(train(shared), train(shared, mh.piped(3, micro_batches=1))) < 1e-12
+
+
 def test_ties_over_stages_are_refused_where_they_would_drift():
     with pytest.raises(mh.Refused, match=r"words\.weight and head\.weight are one parameter of several stages"):
         train(TASKS["tied gpt"], mh.piped(2), mh.ssp(), workers=4)

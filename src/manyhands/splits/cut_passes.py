@@ -45,9 +45,11 @@ class CutPasses(StagePasses):
         self._module = module
         self._share = w.share_of(module)
         self._saved: dict[int, _Saved] = {}
+        slots = {slot.name: slot for slot in w.flat.slots}
         self._tied: list[tuple[ParamSlot, Sequence[int]]] = [
-            (slot, module.tied[slot.name]) for slot in w.flat.slots if slot.name in module.tied
+            (slots[name], module.tied[name]) for name in sorted(module.tied.keys() & slots.keys())
         ]
+        """In the same order on all stages."""
 
     def forward(self, m: int, fields: Batch, weights: list[Tensor], rank: int, step: int, key: Hashable) -> None:
         """F(m): from the data or what was received to what is sent, or the loss; `rank`, `step`, `key` seed dropout."""

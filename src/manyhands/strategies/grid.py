@@ -122,7 +122,7 @@ class Grid(Strategy):
 
     def _check_ties(self, model: nn.Module, parts: Sequence[nn.Module]) -> None:
         """Weights that several parts have stay equal only if every part applies the same gradient to them."""
-        holders = Counter(id(p) for part in parts for p in part.parameters())
+        holders = Counter(id(p) for part in parts for p in part.parameters() if p.requires_grad)
         shared = {number for number, count in holders.items() if count > 1}
         names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared]
         if names and not self.outer.traits.lockstep:
