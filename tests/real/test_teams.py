@@ -4,8 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from branched_models import LENGTH, WORDS, Branching, Gpt
 from manyhands.run.methods import over_team
 from manyhands.strategies.grid import Grid
 from pace import assert_within
@@ -77,3 +80,23 @@ def no_number(out, target):
 def test_a_grid_is_made_of_a_method_and_a_team():
     grid = over_team(mh.ssp(staleness=3), "piped(2)")
     assert isinstance(grid, Grid) and grid.replicas(8) == 4
+
+
+def branching():
+    """Numbers of the first stage decide what is computed; they travel as truth values."""
+    x = torch.randn(64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 3
+    return mh.Task(lambda: Branching().double(), TensorDataset(x, torch.arange(64) % 3), cross_entropy, batch_size=8)
+
+
+def tied():
+    words = torch.randint(WORDS, (64, LENGTH), generator=torch.Generator().manual_seed(0))
+    return mh.Task(lambda: Gpt(tied=True).double(), TensorDataset(words, words.roll(1, 1)), batch_size=8)
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+@pytest.mark.parametrize("make", [branching, tied])
+def test_stages_of_a_model_that_is_no_chain_have_the_bits_of_virtual_time(make, link, quickly):
+    team, hosts = mh.piped(stages=3, micro_batches=2), 1 if link == "shm" else None
+    virtual = mh.train(make(), mh.bsp(), team=team, cluster=mh.Cluster(workers=3, hosts=hosts), steps=5)
+    real = mh.train(make(), mh.bsp(), team=team, workers=3, link=link, steps=5)
+    assert real.weights_sha256 == virtual.weights_sha256

@@ -273,6 +273,13 @@ class Flat:
                     group = self.groups[slot.span.group]
                     group.touch_counts[slot.param_id - group.slots[0].param_id] = 0
 
+    def touch(self, slot: ParamSlot) -> None:
+        """After `close`: a gradient was put in place that this rank has not computed."""
+        group = self.groups[slot.span.group]
+        group.touch_counts[slot.param_id - group.slots[0].param_id] = 1
+        self._arrived[slot.name] = slot
+        self._complete = len(self._arrived) == len(self.slots)
+
     @property
     def is_complete(self) -> bool:
         """Whether the gradients of all parameters have arrived in this step."""

@@ -102,14 +102,17 @@ def _remembered(rule: Rule, weights: Tensor, state: State) -> State:
 
 
 def join(found: Iterable[StateSlice]) -> Saved:
-    """The state of whole parameters from slices; what is never cut is equal in all slices, so the first is taken."""
-    by_name: dict[str, list[StateSlice]] = {}
+    """The state of whole parameters from slices; what is never cut is equal in all slices, so the first is taken.
+
+    So is one of several slices with the same start: stages that share a parameter.
+    """
+    by_name: dict[str, dict[int, StateSlice]] = {}
     for piece in found:
-        by_name.setdefault(piece.name, []).append(piece)
+        by_name.setdefault(piece.name, {}).setdefault(piece.start, piece)
     return {
-        name: pieces[0].values
+        name: next(iter(pieces.values())).values
         if len(pieces) == 1 or _is_whole(name)
-        else torch.cat([piece.values for piece in sorted(pieces, key=lambda piece: piece.start)])
+        else torch.cat([pieces[start].values for start in sorted(pieces)])
         for name, pieces in by_name.items()
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,6 +58,8 @@ class Task:
     gradient: Callable[..., tuple[Tensor, Mapping[str, Tensor]]] | None = None
     _counted: list[ModelWork] = field(default_factory=list, init=False, repr=False, compare=False)
     """The work of the model, once it was asked for."""
+    _found: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What else was found out by running a model."""
 
     def __post_init__(self) -> None:
         refuse_unless(self.batch_size >= 1, "batch_size", self.batch_size, ">= 1")
@@ -79,7 +81,7 @@ class Task:
         with torch.device("meta") if self.sizes_only else nullcontext():
             model = self.model()
         refuse_uninitialised(model)
-        vars(model)[WorkSource.NAME] = WorkSource(self.counted_work)
+        vars(model)[WorkSource.NAME] = WorkSource(self.counted_work, self.example_inputs, self._found)
         return model
 
     def counted_work(self, model: nn.Module) -> ModelWork:

@@ -12,9 +12,10 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -126,20 +127,37 @@ class WorkSource:
     """Counts the work of a model: an attribute of a model that a task has built.
 
     It refers to the task and its data, so copies and files of the model do not contain it.
+
+    Args:
+        count: counts the work.
+        example: inputs of the model for a few samples.
+        found: what else was found out by running a model of this task; all its models are alike.
     """
 
     NAME = "_manyhands_work_source"
 
-    def __init__(self, count: Callable[[nn.Module], ModelWork] | None = None) -> None:
-        self.count = count
+    def __init__(
+        self,
+        count: Callable[[nn.Module], ModelWork] | None = None,
+        example: Callable[[], tuple[Any, ...]] | None = None,
+        found: dict[Hashable, Any] | None = None,
+    ) -> None:
+        self.count, self.example = count, example
+        self.found: dict[Hashable, Any] = {} if found is None else found
 
     def __reduce__(self) -> tuple[type[WorkSource], tuple[()]]:
         return WorkSource, ()
 
 
+def source_of(model: nn.Module) -> WorkSource:
+    """What the task that has built a model knows of it; an empty one if no task has."""
+    source: WorkSource = vars(model).get(WorkSource.NAME) or WorkSource()
+    return source
+
+
 def work_of(model: nn.Module) -> ModelWork:
     """The work of a model: counted on a sample of the task that has built it, else estimated."""
-    source = vars(model).get(WorkSource.NAME, WorkSource())
+    source = source_of(model)
     if source.count is None:
         return estimate(model, "the model was not built by a task, so its samples are not known")
     work: ModelWork = source.count(model)

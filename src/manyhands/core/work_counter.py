@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 
-from manyhands.core.work import Work
+from manyhands.core.work import Work, owner
 
 SAMPLES = 2
 OFFSET = frozenset({torch.ops.aten.addmm, torch.ops.aten.baddbmm})
@@ -48,7 +48,7 @@ def example(data: Any, device: str | None = None) -> tuple[Any, ...]:
 
 def count_work(model: nn.Module, inputs: Sequence[Any], on_call: OnCall | None = None) -> dict[str, Work]:
     """The work for one sample of each module that computes products; `inputs` are those of `SAMPLES` samples."""
-    model = _copy(model)
+    model = copy_with_same_parameters(model)
     products = _Products(model)
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(0)
@@ -60,7 +60,7 @@ def count_work(model: nn.Module, inputs: Sequence[Any], on_call: OnCall | None =
     return {name: work / SAMPLES for name, work in products.found.items()}
 
 
-def _copy(model: nn.Module) -> nn.Module:
+def copy_with_same_parameters(model: nn.Module) -> nn.Module:
     """A copy of a model with the same memory for its parameters."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     return copy.deepcopy(model, memo)
@@ -86,7 +86,9 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[str, Work] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+        self._owners: dict[int, list[str]] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            self._owners.setdefault(id(p), []).append(owner(name))
         self._modules = dict(model.named_modules())
         self._running = [""]
 
@@ -129,7 +131,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, operations: float, factors: Sequence[Tensor]) -> None:
         """Add one product. A view of a parameter, such as its transpose, counts as the parameter."""
-        owners = [self._owners.get(id(x if x._base is None else x._base)) for x in factors]
+        owners = [self._owner(x) for x in factors]
         parts = [
             operations
             * sum(x.requires_grad for x, its in zip(factors, owners, strict=True) if (its is None) == is_input)
@@ -137,3 +139,8 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         name = next((its for its in owners if its is not None), self._running[-1])
         self.found[name] = self.found.get(name, Work()) + Work(operations, *parts)
+
+    def _owner(self, x: Tensor) -> str | None:
+        """The module that has a parameter; of several that share it the one that is running. None: no parameter."""
+        owners = self._owners.get(id(x if x._base is None else x._base))
+        return None if not owners else self._running[-1] if self._running[-1] in owners else owners[0]

@@ -10,8 +10,9 @@ estimated from the parameters, because there no sample is known before the first
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from torch import nn
 
@@ -26,7 +27,8 @@ def stages(model: nn.Module, count: int) -> list[nn.Sequential]:
     has_parameters = tuple(any(True for _ in layer.parameters()) for layer in model)
     layers = sum(has_parameters)
     refuse_unless(count <= layers, "the number of stages", count, f"<= {layers}, the number of layers with parameters")
-    cuts = [0, *_cuts(_layer_work(model), has_parameters, count), len(model)]
+    _, first = balanced_cuts(_layer_work(model), has_parameters, count)
+    cuts = [0, *first, len(model)]
     cut = [nn.Sequential(*list(model)[start:stop]) for start, stop in pairwise(cuts)]
     _refuse_ties(cut)
     return cut
@@ -42,21 +44,21 @@ def _layer_work(model: nn.Sequential) -> tuple[float, ...]:
     return tuple(work.values())
 
 
-def _cuts(work: tuple[float, ...], has_parameters: tuple[bool, ...], count: int) -> list[int]:
-    """The first layers of stages 1, 2, ..."""
+def balanced_cuts(work: Sequence[float], has_parameters: Sequence[bool], count: int) -> tuple[float, tuple[int, ...]]:
+    """The work of the largest stage, and the first layers of stages 1, 2, ...; infinity and none if there are none."""
+    below_work, below_parameters = [0.0, *accumulate(work)], [0, *accumulate(map(int, has_parameters))]
 
     @cache
     def best(stop: int, stages: int) -> tuple[float, tuple[int, ...]]:
-        if stages == 1:
-            return (sum(work[:stop]) if any(has_parameters[:stop]) else float("inf")), ()
-        options = []
-        for start in range(stages - 1, stop):
-            if any(has_parameters[start:stop]):
-                below, cuts = best(start, stages - 1)
-                options.append((max(below, sum(work[start:stop])), (*cuts, start)))
+        options: list[tuple[float, tuple[int, ...]]] = []
+        for start in range(stages - 1, stop) if stages > 1 else (0,):
+            if below_parameters[start] < below_parameters[stop]:
+                below, cuts = best(start, stages - 1) if stages > 1 else (0.0, ())
+                option = max(below, below_work[stop] - below_work[start])
+                options.append((option, (*cuts, start) if stages > 1 else ()))
         return min(options, default=(float("inf"), ()))
 
-    return list(best(len(work), count)[1])
+    return best(len(work), count)
 
 
 def _refuse_ties(cut: list[nn.Sequential]) -> None:

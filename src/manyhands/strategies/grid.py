@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from manyhands.core.budget import Budget, JoinableBudget, TeamBudget
 from manyhands.core.declared_state import ON_LEAD, Scope, StatePart, StateParts
-from manyhands.core.errors import Diverged, PeerLost, Refused, refuse_unless
+from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused, refuse_unless
 from manyhands.core.gather import gather, need_all
 from manyhands.core.param_groups import rule_of
 from manyhands.core.port import ANY, Message, Tag
@@ -114,8 +115,21 @@ class Grid(Strategy):
             raise Refused(f"a {type(self.outer).__name__} cannot be trained over teams of ranks: {why}")
         teams, size = self.replicas(workers), self._size(workers)
         self.team.check(size, batch_size, model)
-        for index in range(size):
-            self.outer.check(teams, servers, batch_size, self.team.part(model, index, size))
+        parts = [self.team.part(model, index, size) for index in range(size)]
+        for part in parts:
+            self.outer.check(teams, servers, batch_size, part)
+        self._check_ties(model, parts)
+
+    def _check_ties(self, model: nn.Module, parts: Sequence[nn.Module]) -> None:
+        """Weights that several parts have stay equal only if every part applies the same gradient to them."""
+        holders = Counter(id(p) for part in parts for p in part.parameters() if p.requires_grad)
+        shared = {number for number, count in holders.items() if count > 1}
+        names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared]
+        if names and not self.outer.traits.lockstep:
+            raise Refused(
+                f"{' and '.join(names)} are one parameter of several stages, which a method that is not in lock step "
+                "would change differently: use one in lock step, or cut where one stage has both"
+            )
 
     def remarks(self, steps: int) -> Sequence[str]:
         return self.outer.remarks(steps)
@@ -190,7 +204,14 @@ class Grid(Strategy):
         gathered = gather(w, tuple(mine), list(mine.values()))
         if gathered is None:
             return None
-        found = {name: x for names, xs in gathered.values() for name, x in zip(names, xs, strict=True)}
+        found: dict[str, Tensor] = {}
+        for names, xs in gathered.values():
+            for name, x in zip(names, xs, strict=True):
+                if not torch.equal(found.setdefault(name, x), x):
+                    raise ManyhandsError(
+                        f"{name} belongs to several stages and differs between them: the method does not treat the "
+                        "parts of the model alike (a codec, perhaps); cut where one stage has it"
+                    )
         shapes = {name: p.shape for name, p in w.model.named_parameters()}
         if found.keys() != shapes.keys():
             need_all(w, gathered)
