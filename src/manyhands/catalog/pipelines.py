@@ -85,7 +85,7 @@ def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
     rule, on the stage's own newest weights.
 
-        b' = b / (2K-1);  the pieces pass as the mini-batches of pipelined-backprop do, with an update after each
+        b' = max(1, b / (2K-1));  the pieces pass as the mini-batches of pipelined-backprop do, with an update after each
         eta' = eta b'/b
 
     The rate per sample stays constant. The paper states the principle; b' and eta' are our reading of it. At K = 1 it

@@ -70,7 +70,7 @@ class Streaming(Strategy):
         versions: which weights the passes see, and which an update moves.
         keeps: what is kept of a forward pass: its graph, or only its input.
         micro_batches: into how many pieces a mini-batch is divided, which make one update.
-        fills: whether a mini-batch is divided into 2K - 1 pieces, as many as fill the pipeline, with an update each.
+        fills: whether a mini-batch is divided into 2K - 1 pieces (fewer if it has fewer samples), with an update each.
     """
 
     rule: Rule
@@ -106,18 +106,14 @@ class Streaming(Strategy):
         """All workers together hold one model."""
         return 1
 
-    def pieces(self, stages: int) -> int:
-        """Into how many pieces a mini-batch is divided."""
-        return 2 * stages - 1 if self.fills else self.micro_batches
-
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The model must have a layer for each stage, a mini-batch a sample for each piece; no derived weights."""
         stages(model, workers)
         if self.versions is Double:
             reason = f">= {workers - 1}, or more than two versions would be in use: one less than the stages"
             refuse_unless(self.micro_batches >= workers - 1, "micro_batches", self.micro_batches, reason)
-        pieces = self.pieces(workers)
-        refuse_unless(batch_size >= pieces, "batch_size", batch_size, f">= {pieces}: a mini-batch has so many pieces")
+        pieces = self.micro_batches
+        refuse_unless(batch_size >= pieces, "batch_size", batch_size, f">= {pieces}, the number of micro-batches")
         if self._rewrites and workers > 1:
             refuse_derived(model)
 
@@ -152,7 +148,7 @@ class Streaming(Strategy):
 
     def _fill(self, w: Worker) -> None:
         """Begin the stage's row of the schedule with the next mini-batch."""
-        self.taken = w.step * self.pieces(len(w.workers))
+        self.taken = w.step * self._pieces(w, w.batch_size)
         first, row = self.taken, self.schedule(len(w.workers))[self.index]
         self.row = (action._replace(m=first + action.m) for action in row)
         self.action = next(self.row)
@@ -165,15 +161,18 @@ class Streaming(Strategy):
 
     def _take_in(self, w: Worker, batch: Batch) -> None:
         """Divide a mini-batch into pieces."""
-        samples, count = len(batch[0]), self.pieces(len(w.workers))
-        refuse_unless(samples >= count, "the number of samples", samples, f">= {count}, the pieces of a mini-batch")
-        before = w.step * w.batch_size
+        samples, before = len(batch[0]), w.step * w.batch_size
+        count = self._pieces(w, samples)
+        refuse_unless(samples >= count, "the number of samples", samples, f">= {count}, the number of micro-batches")
         for fields in zip(*(field.tensor_split(count) for field in batch), strict=True):
             part = len(fields[0]) / samples
             share, rate = (1.0, part) if self.fills else (part, 1.0)
             self.in_flight[self.taken] = MicroBatch(fields, before, share, rate)
             self.taken += 1
             before += len(fields[0]) if self.fills else 0
+
+    def _pieces(self, w: Worker, samples: int) -> int:
+        return min(2 * len(w.workers) - 1, samples) if self.fills else self.micro_batches
 
     def _run(self, w: Worker, until: str) -> None:
         """Run the actions of what was taken in, up to the first pass of this kind of what was not."""
