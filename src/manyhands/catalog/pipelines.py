@@ -85,7 +85,7 @@ def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
     rule, on the stage's own newest weights.
 
-        b' = max(1, b / (2K-1));  the pieces pass as the mini-batches of pipelined-backprop do, with an update after each
+        b' = max(1, b / (2K-1));  the pieces pass as mini-batches of pipelined-backprop do, with an update after each
         eta' = eta b'/b
 
     The rate per sample stays constant. The paper states the principle; b' and eta' are our reading of it. At K = 1 it
@@ -112,7 +112,8 @@ def pipedream(lr: float = 0.1, vertical_sync: bool = False, rule: Rule | None = 
         w_s <- w_s - eta grad f(w_1 of K-1 updates ago, ..., w_K of now)
 
     With vertical_sync every stage uses the version that stage 0 had for m, so that all weights are K-1 updates old.
-    Stage s, counted from 0, keeps at most K-s versions; with vertical_sync every stage keeps K.
+    Stage s, counted from 0, keeps at most K-s versions; with vertical_sync every stage keeps K, and one more between an
+    update and the next forward pass.
     All stages are busy once the pipeline is full. A lost worker ends the run.
 
     Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
@@ -153,7 +154,7 @@ def pipedream_2bw(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = N
 
 
 def spectrain(
-    lr: float = 0.1,
+    lr: float = 0.01,
     momentum: float = 0.9,
     prediction: Literal["to the end", "to own update"] = "to the end",
     rule: Rule | None = None,
@@ -253,10 +254,11 @@ def weight_copies(lr: float = 0.1, rounds: int = 1, rule: Rule | None = None) ->
         mini-batch m uses copy c = m mod (2K-1) on all stages, for F, B and U:  w_c <- w_c - eta grad f_m(w_c)
         after a round:  w_c <- mean of the copies that have moved
 
-    Each copy is trained by plain SGD, with no staleness: data parallelism in time. A round drains the pipeline. Rules
-    keep their memory over an average. A pause (checkpoint, evaluation, end) ends a round; the answer is the mean. A
-    checkpoint can be resumed with as many stages only. Memory: 2K-1 versions. At K = 1 it is SGD. A lost worker ends
-    the run.
+    Each copy is trained by plain SGD, with no staleness: data parallelism in time, in which a copy has 1/(2K-1) of the
+    mini-batches. On digits with four stages the accuracy after 400 mini-batches of 32 is 0.94 at a rate of 0.3, and
+    that of SGD 0.97 at 0.1. A round drains the pipeline. Rules keep their memory over an average. A pause (checkpoint,
+    evaluation, end) ends a round; the answer is the mean. A checkpoint can be resumed with as many stages only. Memory:
+    2K-1 versions. At K = 1 it is SGD. A lost worker ends the run.
 
     Reference: H. Lee, K. Lee, I. Yoo, D. Yook, Analysis of parallel training algorithms for deep neural networks, 2018
     Loops: strategies/streaming.py Streaming.step; splits/schedules/rounds.py rounds;

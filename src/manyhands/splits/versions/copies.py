@@ -9,13 +9,15 @@ averaged, and all copies take the mean; every one keeps the rule's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from manyhands.core.declared_state import CustomState, RuleState, StateParts
+from manyhands.core.declared_state import Scope, StateParts
 from manyhands.core.errors import refuse_unless
+from manyhands.core.flat import ParamSlot
+from manyhands.core.state import StateSlice, restore, section, state_slices
 from manyhands.core.strategy import Saved
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.splits.versions.policy import StageWeights, Versions
@@ -68,18 +70,29 @@ class Copies(Versions):
 
     def state(self) -> StateParts:
         """The memory of every copy's rule; all copies have the same weights when a run is saved."""
-        slots = self.stage.flat.slots
-        rules = {f"rule{c}": RuleState(slots, one, "divided") for c, one in enumerate(self._slices)}
-        return {"copies": CustomState("shared", self._read, self._write), **rules}
+        return {"rules": RulesOfCopies(self.stage.flat.slots, self._slices)}
 
-    def _read(self) -> Saved:
-        return {"": torch.tensor(self.count)}
 
-    def _write(self, saved: Sequence[Saved]) -> None:
+@dataclass(frozen=True)
+class RulesOfCopies:
+    """The state of the rule of every copy: `rules/COPY/PARAMETER/...` in a checkpoint."""
+
+    slots: Sequence[ParamSlot]
+    copies: Sequence[Sequence[WeightSlice]]
+    scope: Scope = "divided"
+
+    def save(self) -> Iterable[StateSlice]:
+        for c, slices in enumerate(self.copies):
+            for piece in state_slices(slices, self.slots):
+                yield piece._replace(name=f"{c}/{piece.name}")
+
+    def load(self, saved: Sequence[Saved]) -> None:
         for one in saved:
-            if one:
-                found, reason = int(one[""]), "as in the checkpoint: 2K - 1 for K stages"
-                refuse_unless(found == self.count, "the number of copies", self.count, f"{found}, {reason}")
+            found = 1 + max((int(name.partition("/")[0]) for name in one), default=len(self.copies) - 1)
+            reason = f"{found}, as in the checkpoint: 2K - 1 for K stages"
+            refuse_unless(found == len(self.copies), "the number of copies", len(self.copies), reason)
+            for c, slices in enumerate(self.copies):
+                restore(slices, self.slots, section(one, str(c)))
 
 
 EXAMPLES: Mapping[str, Callable[[StageWeights], Copies]] = {"copies": Copies}
