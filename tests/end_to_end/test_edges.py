@@ -352,7 +352,7 @@ def measured(norms, key, shares):
     return (min(left) * first + (1 - min(left)) * mean).float()
 
 
-@pytest.mark.parametrize("name", sorted({*catalog.__all__} - {"small_batch_pipeline"}))  # its pieces have one sample
+@METHOD
 def test_statistics_end_as_the_mean_over_all_workers_and_can_be_used(name):
     """Of equally many mini-batches it is the plain mean."""
     Norm.made = []

@@ -85,7 +85,7 @@ def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
     rule, on the stage's own newest weights.
 
-        b' = max(1, b / (2K-1));  the pieces pass as mini-batches of pipelined-backprop do, with an update after each
+        b' = max(2, b / (2K-1));  the pieces pass as mini-batches of pipelined-backprop do, with an update after each
         eta' = eta b'/b
 
     The rate per sample stays constant. The paper states the principle; b' and eta' are our reading of it. At K = 1 it
@@ -245,7 +245,7 @@ def features_replay(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
     return Streaming(rule or Sgd(lr), schedules.decoupled, Latest, keeps="inputs")
 
 
-def weight_copies(lr: float = 0.1, rounds: int = 1, rule: Rule | None = None) -> Streaming:
+def weight_copies(lr: float = 0.3, rounds: int = 1, rule: Rule | None = None) -> Streaming:
     """Weight copies: 2K-1 copies of the weights, one for each mini-batch in flight, averaged at the end of a round.
 
     split: layers, and mini-batches over copies. when: after rounds of 2K-1 mini-batches. who: the neighbouring stages;

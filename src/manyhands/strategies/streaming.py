@@ -70,7 +70,7 @@ class Streaming(Strategy):
         versions: which weights the passes see, and which an update moves.
         keeps: what is kept of a forward pass: its graph, or only its input.
         micro_batches: into how many pieces a mini-batch is divided, which make one update.
-        fills: whether a mini-batch is divided into 2K - 1 pieces (fewer if it has fewer samples), with an update each.
+        fills: whether a mini-batch is divided into 2K - 1 pieces of at least two samples, with an update each.
     """
 
     rule: Rule
@@ -172,7 +172,8 @@ class Streaming(Strategy):
             before += len(fields[0]) if self.fills else 0
 
     def _pieces(self, w: Worker, samples: int) -> int:
-        return min(2 * len(w.workers) - 1, samples) if self.fills else self.micro_batches
+        """Into how many pieces a mini-batch is divided: of two samples at least, as BatchNorm needs."""
+        return max(1, min(2 * len(w.workers) - 1, samples // 2)) if self.fills else self.micro_batches
 
     def _run(self, w: Worker, until: str) -> None:
         """Run the actions of what was taken in, up to the first pass of this kind of what was not."""
