@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 import manyhands.virtual.kernel
 from every_method import EVERY
+from manyhands import catalog
 from manyhands.codecs import Half, Raw
 from manyhands.collectives.plain import PlainCollective
 from manyhands.core.encoder import Encoder
@@ -252,7 +253,7 @@ def test_a_method_that_computes_by_itself_is_found(written):
     assert counts[1] - counts[0] == 2 * 3 * 4 * weights, "of 2 workers in 3 steps, 4 bytes each"
 
 
-NEED_NUMBERS = {"gpipe", "one-f-one-b", "interleaved", "zero-bubble", "pipedream", "sandblaster"}
+NEED_NUMBERS = {name.replace("_", "-") for name in catalog.pipelines.__all__} | {"sandblaster"}
 """They cut a model where it runs, or search along a line for less loss."""
 SIZES_VARY = {"sparcml", "strom"}
 """The size of what they send depends on the numbers, and is an estimate without them."""

@@ -1,32 +1,54 @@
-"""Every pipeline schedule and every version policy (EXAMPLES of manyhands/splits/schedules and .../versions)."""
+"""Every pipeline schedule and every version policy (EXAMPLES of manyhands/splits/schedules and .../versions).
+
+Of a schedule without an end, what it does with the first M mini-batches is tested.
+"""
 
 import inspect
 import re
 
 import pytest
 import torch
-from part_modules import check_module, classes_with, examples, members_of, modules, public_members
+from part_modules import check_module, classes_with, examples, modules, public_members
+from torch import nn
 
 from manyhands.core.errors import Refused
+from manyhands.core.flat import Flat
 from manyhands.core.vector_ops import UNCHARGED
+from manyhands.rules import Sgd
 from manyhands.splits import schedules, versions
-from manyhands.splits.schedules import bubble, in_flight, makespan, picture, staleness, timeline
+from manyhands.splits.schedules import bubble, finite, in_flight, makespan, picture, staleness, timeline
 from manyhands.splits.schedules.timeline import seconds_of
-from manyhands.splits.versions.latest import Latest
+from manyhands.splits.versions import Copies, Double, Predicted, StageWeights, Versions
 
 MODULES = modules(schedules)
-SCHEDULES = examples(schedules)
 VERSIONS = examples(versions)
 TITLE = re.compile(r"K = (\d+) stages, M = (\d+) micro-batches\n((?: +s\d.*\n)+)")
 
-each = pytest.mark.parametrize("name", SCHEDULES)
-sizes = pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (1, 5), (2, 1), (2, 4), (3, 5), (4, 4), (5, 9)])
-
 
 def defined(module):
-    """The schedules that a module defines: public functions whose result is Rows."""
+    """The schedules that a module defines: public functions whose first argument is a number and that give rows."""
     own = [one for _, one in inspect.getmembers(module, inspect.isfunction) if one.__module__ == module.__name__]
-    return [one for one in own if one.__annotations__.get("return") == "Rows" and not one.__name__.startswith("_")]
+    rows = [one for one in own if one.__annotations__.get("return") in ("Rows", "EndlessRows")]
+    return [
+        one for one in rows if "EndlessRows" not in list(one.__annotations__.values())[:-1] and one.__name__[0] != "_"
+    ]
+
+
+def of_two_arguments(schedule):
+    """A schedule without an end as one of so many mini-batches."""
+    flushes = len(inspect.signature(schedule).parameters) > 1 and "Endless" not in returns(schedule)
+    return schedule if flushes else lambda ranks, micro_batches: finite(schedule(ranks), micro_batches)
+
+
+def returns(schedule):
+    return getattr(schedule, "func", schedule).__annotations__["return"]
+
+
+ENDLESS = {name: schedule for name, schedule in examples(schedules).items() if returns(schedule) == "EndlessRows"}
+SCHEDULES = {name: of_two_arguments(schedule) for name, schedule in examples(schedules).items()}
+
+each = pytest.mark.parametrize("name", SCHEDULES)
+sizes = pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (1, 5), (2, 1), (2, 4), (3, 5), (4, 4), (5, 9)])
 
 
 @pytest.mark.parametrize("name", [name for name, module in MODULES.items() if defined(module)])
@@ -44,7 +66,7 @@ def test_the_picture_in_the_docstring_is_the_schedule(name):
     assert drawn, f"{name} has no picture: a line 'K = 4 stages, M = 4 micro-batches', then picture(...) below it"
     schedule = next(iter(MODULES[name].EXAMPLES.values()))
     for stages, micro_batches, lines in drawn:
-        expected = picture(schedule(int(stages), int(micro_batches)))
+        expected = picture(of_two_arguments(schedule)(int(stages), int(micro_batches)))
         assert inspect.cleandoc(" \n" + lines).splitlines() == expected.splitlines()
 
 
@@ -66,7 +88,7 @@ def test_every_micro_batch_has_one_forward_and_one_backward_pass_on_every_stage(
     assert all(action.stage % ranks == rank for rank, row in enumerate(rows) for action in row)
     for m in range(batches):
         for s in range(stages):
-            ops = "".join(sorted(action.op for action in found if action[1:] == (m, s)))
+            ops = "".join(sorted(action.op for action in found if action[1:] == (m, s) and action.op in "FBIW"))
             assert ops in ("BF", "FIW")
             row = rows[s % ranks]
             places = [row.index((op, m, s)) for op in ("F", "B" if ops == "BF" else "I", "W") if (op, m, s) in row]
@@ -81,7 +103,7 @@ def test_no_rank_waits_forever_and_no_pass_begins_before_its_inputs(name, ranks,
     timed = timeline(rows, seconds)
     assert len(timed) == sum(map(len, rows))
     start = {one.action: one.start for one in timed}
-    end = {action: begin + seconds[action.op] for action, begin in start.items()}
+    end = {action: begin + seconds.get(action.op, 0) for action, begin in start.items()}
     for op, m, s in start:
         if op == "F" and s:
             assert start[op, m, s] >= end["F", m, s - 1]
@@ -90,13 +112,15 @@ def test_no_rank_waits_forever_and_no_pass_begins_before_its_inputs(name, ranks,
             assert start[op, m, s] >= max([end["F", m, s], *above])
         if op == "W":
             assert start[op, m, s] >= end["I", m, s]
+        if op == "T":
+            assert start[op, m, s] >= end["U", m, max(action.stage for action in start)]
 
 
 @each
 @sizes
 def test_the_bubble_is_the_idle_share_and_no_rank_stores_more_than_all(name, ranks, micro_batches):
     rows = rows_of(name, ranks, micro_batches)
-    busy = sum(seconds_of()[action.op] for action in rows[0])
+    busy = sum(seconds_of().get(action.op, 0) for action in rows[0])
     assert 0 <= bubble(rows) < 1
     assert bubble(rows) == pytest.approx(1 - busy / makespan(rows))
     assert all(1 <= in_flight(row) <= sum(action.op == "F" for action in row) for row in rows)
@@ -104,38 +128,110 @@ def test_the_bubble_is_the_idle_share_and_no_rank_stores_more_than_all(name, ran
     assert all(0 <= stale < batches for row in rows for stale in staleness(row))
 
 
-# -- which weights a backward pass uses -----------------------------------------------------------------
+@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_row_without_an_end_has_the_same_beginning_however_many_mini_batches_are_taken(name, stages):
+    """Draining after M runs what is left of these, in the same order; an update or signal follows its own passes."""
+    whole = finite(ENDLESS[name](stages), 23)
+    for micro_batches in range(1, 20):
+        for row, part in zip(whole, finite(ENDLESS[name](stages), micro_batches), strict=True):
+            assert part == [action for action in row if action.m < micro_batches]
+            done = set()
+            for action in part:
+                done.add(action)
+                if action.op == "U":
+                    assert action._replace(op="B") in done
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_every_mini_batch_is_in_one_update(name):
+    for row in finite(ENDLESS[name](3), 40):
+        waiting, updated = [], []
+        for action in row:
+            waiting += [action.m] if action.op == "B" else []
+            if action.op == "U":
+                updated, waiting = updated + waiting, []
+        assert updated + waiting == list(range(40)) and len(waiting) < 2
+
+
+# -- which weights the passes use -----------------------------------------------------------------------
 
 VERSION_MODULES = modules(versions)
 
 
-@pytest.mark.parametrize("name", VERSION_MODULES)
+@pytest.mark.parametrize(
+    "name", [name for name, module in VERSION_MODULES.items() if name not in ("policy", "derived")]
+)
 def test_a_module_with_a_version_policy_has_examples_and_is_exported(name):
-    kinds = classes_with(VERSION_MODULES[name], "forward", "done")
-    made = {key: make() for key, make in getattr(VERSION_MODULES[name], "EXAMPLES", {}).items()}
+    module = VERSION_MODULES[name]
+    kinds = [one for one in classes_with(module, "forward", "done") if issubclass(one, Versions)]
+    made = {key: make(stage_weights()) for key, make in getattr(module, "EXAMPLES", {}).items()}
     check_module(versions, type("Module", (), {"EXAMPLES": made, "__name__": name}), kinds)
     assert kinds
 
 
-@pytest.mark.parametrize("policy", VERSIONS)
-def test_every_policy_has_the_members_of_the_simplest_one(policy):
-    assert members_of(Latest) <= public_members(type(VERSIONS[policy]()))
+def stage_weights(index=0, stages=1, every=1):
+    """A stage with one weight, which counts updates: its gradients are -1."""
+    layer = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    nn.init.zeros_(layer.weight)
+    flat = Flat(dict(layer.named_parameters()))
+    return StageWeights(flat, [layer.weight], Sgd(1.0), UNCHARGED, index, stages, every)
 
 
 @pytest.mark.parametrize("policy", VERSIONS)
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if "B" in {a.op for a in SCHEDULES[name](1, 1)[0]}])
-@pytest.mark.parametrize("stages", [1, 3])
-def test_the_weights_of_a_backward_pass_are_as_old_as_the_policy_says(policy, name, stages):
-    """Live weights count updates: the number is how many updates the weights of B(m) were behind."""
-    for row in SCHEDULES[name](stages, 6):
-        version, live, given = VERSIONS[policy](), [torch.zeros(1, requires_grad=True)], {}
-        for op, *m in row:
-            m = tuple(m)
+def test_every_policy_has_no_public_member_that_is_never_called(policy):
+    own = {"copied", "keep_from", "ahead", "count"}
+    assert public_members(type(VERSIONS[policy](stage_weights()))) <= public_members(Versions) | own
+
+
+def schedules_for(policy, version):
+    """Copies need the order of their rounds; two versions are enough for updates of several mini-batches."""
+    if isinstance(version, Copies):
+        return ["rounds", "rounds of two"]
+    return ["alternating, an update of two"] if isinstance(version, Double) else ["alternating", "figure5", "decoupled"]
+
+
+CASES = [
+    (policy, name, stages)
+    for policy, make in VERSIONS.items()
+    for name in schedules_for(policy, make(stage_weights()))
+    for stages in (1, 3)
+]
+
+
+@pytest.mark.parametrize(("policy", "name", "stages"), CASES)
+def test_the_weights_of_a_pass_are_as_old_as_the_policy_says(policy, name, stages):
+    """Weights count updates: what a pass sees is the number of updates, and the lag is what it is behind."""
+    every = 2 if "two" in name and "rounds" not in name else 1
+    chosen = {}
+    for index, row in enumerate(finite(ENDLESS[name](stages), 24)):
+        version, leaf, given, updates = VERSIONS[policy](stage_weights(index, stages, every)), {}, {}, {}
+        for op, m, _ in row:
+            copy = m % version.count if isinstance(version, Copies) else 0
             if op == "F":
-                given[m] = version.forward(m, live, UNCHARGED)
-            else:
-                behind = live[0].item() - given[m][0].item()
-                assert version.done(m) == behind
-                with torch.no_grad():
-                    live[0] += 1
-                version.updated()
+                (leaf[m],), travels = version.forward(m, None if index == 0 else chosen.get(m))
+                chosen[m] = travels
+                given[m] = leaf[m].item()
+            elif op == "B":
+                version.backward(m)
+                seen, now = leaf[m].item(), updates.get(copy, 0)
+                if version.rewrites:
+                    assert seen == now + (
+                        version.ahead("B", index, stages) if isinstance(version, Predicted) and now else 0
+                    )
+                elif not isinstance(version, Copies):
+                    assert seen == given[m]
+            elif op == "U":
+                first = m - every + 1
+                behind = [version.done(one) for one in range(first, m + 1)]
+                if not isinstance(version, Predicted | Copies):
+                    assert behind == [updates.get(copy, 0) - given[one] for one in range(first, m + 1)]
+                if isinstance(version, Copies):
+                    assert behind == [0] and leaf[m].item() == given[m]
+                for weight_slice in version.moves(m):
+                    weight_slice.weights += 1
+                version.updated(m)
+                updates[copy] = updates.get(copy, 0) + 1
+            elif op == "A":
+                version.settle()
+            assert version.kept >= 1

@@ -25,11 +25,7 @@ RULE = rules.Momentum(0.02, weight_decay=0.1)
 
 TIED = "of stage 2 is tied to stage 1, but stages must not share weights"
 REFUSED = {
-    ("gpipe", "tied"): TIED,
-    ("one_f_one_b", "tied"): TIED,
-    ("zero_bubble", "tied"): TIED,
-    ("pipedream", "tied"): TIED,
-    ("pipedream", "stream without steps"): "steps is missing: a pipeline that streams must know which mini-batch is",
+    **{(name, "tied"): TIED for name in catalog.pipelines.__all__},
     (
         "adaptive_batch",
         "stream without steps",

@@ -98,9 +98,9 @@ def test_a_stage_keeps_no_more_versions_than_it_must(digits64):
     kept = {}
 
     def note(s, w):
-        kept[w.rank] = max(kept.get(w.rank, 0), s.stash.kept)
+        kept[w.rank] = max(kept.get(w.rank, 0), s.weights.kept)
 
-    mh.train(digits64, probed(mh.pipedream(), act=note), cluster=mh.Cluster(workers=4), steps=12)
+    mh.train(digits64, probed(mh.pipedream(), backward=note), cluster=mh.Cluster(workers=4), steps=12)
     assert kept == {0: 4, 1: 3, 2: 2, 3: 1}
 
 

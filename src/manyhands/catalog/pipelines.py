@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.rule import Rule
-from manyhands.rules import Sgd
+from manyhands.rules import Momentum, Sgd
 from manyhands.splits import schedules
 from manyhands.splits.piped import FlushingSchedule, Piped
-from manyhands.splits.versions import Stash
+from manyhands.splits.versions import Aligned, Copies, Double, Latest, Predicted, PredictedToOwnUpdate, Stash
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
-from manyhands.strategies.pipeline import Pipeline
+from manyhands.strategies.streaming import Streaming
 
-__all__ = ["gpipe", "interleaved", "one_f_one_b", "pipedream", "zero_bubble"]
+__all__ = [
+    "ddg",
+    "features_replay",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
+    "pipelined_backprop",
+    "small_batch_pipeline",
+    "spectrain",
+    "weight_copies",
+    "zero_bubble",
+]
 
 
 def gpipe(
@@ -138,7 +153,56 @@ def _flushing(
     return Grid(AllReduce(rule or Sgd(lr)), Piped(stages, micro_batches, schedule, **knobs))
 
 
-def pipedream(lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
+def pipelined_backprop(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+    """Pipelined back-propagation: every stage is always busy, and backward passes use the weights of now.
+
+    split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
+    rule, on the stage's own newest weights.
+
+        F(m) with the newest weights; 2 (K-1-s) updates later at stage s, counted from 0:
+        B(m): g = delta_out a(m),  delta_in = W_now^T delta_out;  w_s <- w_s - eta g at once
+
+    The activations a(m) are those of F(m). The survey's wording, that these have been overwritten too, would mix two
+    samples in one gradient. At K = 1 it is SGD. Layers whose weights are derived from others in the forward pass
+    (weight normalisation) are refused, and so is autocast: part of the old weights would remain in the graph. A lost
+    worker ends the run.
+
+    Reference: A. Petrowski, G. Dreyfus, C. Girault, Performance analysis of a pipelined backpropagation parallel
+        algorithm, 1993
+    Loops: strategies/streaming.py Streaming.step; splits/schedules/figure5.py figure5;
+        splits/versions/latest.py Latest
+
+    Args:
+        lr: eta, the learning rate.
+        rule: how a stage applies its gradient, instead of SGD with lr.
+    """
+    return Streaming(rule or Sgd(lr), schedules.figure5, Latest)
+
+
+def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+    """Pipelined back-propagation on pieces of a mini-batch: no more samples are in flight than one device would have.
+
+    split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
+    rule, on the stage's own newest weights.
+
+        b' = max(2, b / (2K-1));  the pieces pass as mini-batches of pipelined-backprop do, with an update after each
+        eta' = eta b'/b
+
+    The rate per sample stays constant. The paper states the principle; b' and eta' are our reading of it. At K = 1 it
+    is SGD. Derived weights and autocast are refused as in pipelined-backprop. A lost worker ends the run.
+
+    Reference: X. Chen et al., Pipelined back-propagation for context-dependent deep neural networks, 2012
+    Loops: strategies/streaming.py Streaming.step; strategies/streaming.py Streaming._take_in;
+        splits/schedules/figure5.py figure5; splits/versions/latest.py Latest
+
+    Args:
+        lr: eta, the learning rate for a whole mini-batch.
+        rule: how a stage applies its gradient, instead of SGD with lr.
+    """
+    return Streaming(rule or Sgd(lr), schedules.figure5, Latest, fills=True)
+
+
+def pipedream(lr: float = 0.1, vertical_sync: bool = False, rule: Rule | None = None) -> Streaming:
     """PipeDream: forward and backward passes alternate on every stage, with an update after each and no flush.
 
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
@@ -147,14 +211,163 @@ def pipedream(lr: float = 0.1, rule: Rule | None = None) -> Pipeline:
         F(m) with the newest weights, which are stashed; B(m) with the stashed ones
         w_s <- w_s - eta grad f(w_1 of K-1 updates ago, ..., w_K of now)
 
+    With vertical_sync every stage uses the version that stage 0 had for m, so that all weights are K-1 updates old.
+    Stage s, counted from 0, keeps at most K-s versions; with vertical_sync every stage keeps K, and one more between an
+    update and the next forward pass.
     All stages are busy once the pipeline is full. A lost worker ends the run.
 
     Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
-    Loops: strategies/pipeline.py Pipeline.step; strategies/pipeline.py Pipeline._act;
-        splits/schedules/one_f_one_b.py one_f_one_b; splits/versions/stash.py Stash
+    Loops: strategies/streaming.py Streaming.step; splits/schedules/alternating.py alternating;
+        splits/versions/stash.py Stash; splits/versions/aligned.py Aligned
+
+    Args:
+        lr: eta, the learning rate.
+        vertical_sync: whether a mini-batch sees one version on all stages, the one that stage 0 had.
+        rule: how a stage applies its gradient, instead of SGD with lr.
+    """
+    return Streaming(rule or Sgd(lr), schedules.alternating, Aligned if vertical_sync else Stash)
+
+
+def pipedream_2bw(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+    """PipeDream-2BW: gradients of M micro-batches are summed before an update, so that two versions are enough.
+
+    split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
+    rule, on the stage's own newest weights, once per mini-batch.
+
+        w(t+1) <- w(t) - eta (1/M) sum_m grad f_m(w(t-1))          w(-1) = w(0)
+
+    On every stage the micro-batches of mini-batch t see version t-1, and U follows every M-th backward pass. A stage
+    keeps two versions, whatever K is, if M >= K-1; fewer are refused. Pauses do not change the result. The gradient is
+    one update old for any number of stages, also for one. A lost worker ends the run.
+
+    Reference: D. Narayanan et al., Memory-efficient pipeline-parallel DNN training, 2021, arXiv:2006.09503
+    Loops: strategies/streaming.py Streaming.step; splits/schedules/alternating.py alternating;
+        splits/versions/double.py Double
+
+    Args:
+        micro_batches: M, into how many parts a mini-batch is split; >= K-1.
+        lr: eta, the learning rate.
+        rule: how a stage applies its gradient, instead of SGD with lr.
+    """
+    schedule = partial(schedules.alternating, every=micro_batches)
+    return Streaming(rule or Sgd(lr), schedule, Double, micro_batches=micro_batches)
+
+
+def spectrain(
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    prediction: Literal["to the end", "to own update"] = "to the end",
+    rule: Rule | None = None,
+) -> Streaming:
+    """SpecTrain: both passes of a mini-batch use the weights predicted for the moment in which it is finished.
+
+    split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
+    rule, on the stage's own newest weights.
+
+        W' = W + s d          d: what the last update added to the weights
+        F at stage k, counted from 0: s = floor(k/2) + K - k - 1;  B: s = floor(k/2)
+
+    Both aim at the version in force when stage 0 finishes the mini-batch. The paper predicts with its momentum,
+    v <- gamma v + (1 - gamma) g and W' = W - s eta v; the rule's last real step is the same for it, and right for
+    Nesterov, Adam and decay too. "to own update" is a later, simpler variant: s = K - k - 1 in F, 0 in B. Our momentum
+    is torch's, v <- gamma v + g: multiply the paper's rate by 1 - gamma. Lag counts updates and ignores the
+    prediction. Derived weights and autocast are refused as in pipelined-backprop. A lost worker ends the run.
+
+    Reference: C. Chen, C. Yang, H. Cheng, Efficient and robust parallel DNN training through model parallelism on
+        multi-GPU platform, 2018, arXiv:1809.02839
+    Loops: strategies/streaming.py Streaming.step; splits/schedules/alternating.py alternating;
+        splits/versions/predicted.py Predicted
+
+    Args:
+        lr: eta, the learning rate.
+        momentum: gamma, how much of the last step is kept.
+        prediction: up to which moment weights are predicted.
+        rule: how a stage applies its gradient, instead of momentum SGD with lr.
+    """
+    known = {"to the end": Predicted, "to own update": PredictedToOwnUpdate}
+    if prediction not in known:
+        raise Refused(f"prediction is {prediction!r}, but must be one of {', '.join(map(repr, known))}")
+    return Streaming(rule or Momentum(lr, momentum), schedules.alternating, known[prediction])
+
+
+def ddg(lr: float = 0.1, variant: Literal["paper", "code"] = "paper", rule: Rule | None = None) -> Streaming:
+    """DDG: forward passes lock all stages in turn, backward passes run side by side with delayed gradients.
+
+    split: layers. when: a mini-batch begins when the last stage has updated with the one before. who: the
+    neighbouring stages. what: activations and errors. how: any rule, on the stage's own newest weights.
+
+        forward of mini-batch t through all stages; then at once, at stage s, counted from 0, with d = K-1-s:
+        w_s <- w_s - eta grad_s f(w_s of t - d; mini-batch t - d)
+
+    The weights are those of pipedream, update by update; a mini-batch takes K tF + tB instead of tF + tB. The paper
+    never drains, so its stage s has made d updates less after n mini-batches; here a run ends with n updates on every
+    stage. The paper's equation has the weights of the forward pass in the backward pass; the authors' code uses the
+    newest ones with the old activations: variant="code", for which derived weights and autocast are refused. A lost
+    worker ends the run.
+
+    Reference: Z. Huo, B. Gu, Q. Yang, H. Huang, Decoupled parallel backpropagation with convergence guarantee, 2018,
+        arXiv:1804.10574
+    Loops: strategies/streaming.py Streaming.step; splits/schedules/decoupled.py decoupled;
+        splits/versions/stash.py Stash
+
+    Args:
+        lr: eta, the learning rate.
+        variant: the weights of the backward pass: those of the forward pass (paper) or the newest ones (code).
+        rule: how a stage applies its gradient, instead of SGD with lr.
+    """
+    if variant not in ("paper", "code"):
+        raise Refused(f"variant is {variant!r}, but must be 'paper' or 'code'")
+    return Streaming(rule or Sgd(lr), schedules.decoupled, Stash if variant == "paper" else Latest)
+
+
+def features_replay(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+    """Features Replay: stages keep only their inputs; the backward pass computes them again, with newer weights.
+
+    split: layers. when: a mini-batch begins when the last stage has updated with the one before. who: the
+    neighbouring stages. what: activations and errors. how: any rule, on the stage's own newest weights.
+
+        play: forward of mini-batch t through all stages, without a graph; then at once, at stage s, with d = K-1-s:
+        replay: h = F_s(input of t - d; w_s now);  w_s <- w_s - eta (dh/dw_s)^T delta;  delta down = (dh/dinput)^T delta
+
+    Memory grows with K^2 inputs instead of with the activations of K mini-batches; a step costs one more forward pass.
+    Dropout has the same masks in both, and running statistics are updated by the first only. A linear layer per stage
+    gives the weights of 1F1B without stashing. The authors' code trains the first stage at twice the rate; the paper
+    and this do not. A lost worker ends the run.
+
+    Reference: Z. Huo, B. Gu, H. Huang, Training neural networks using features replay, 2018, arXiv:1807.04511
+    Loops: strategies/streaming.py Streaming.step; core/stage.py Stage._replay;
+        splits/schedules/decoupled.py decoupled
 
     Args:
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
     """
-    return Pipeline(rule or Sgd(lr), schedules.one_f_one_b, Stash)
+    return Streaming(rule or Sgd(lr), schedules.decoupled, Latest, keeps="inputs")
+
+
+def weight_copies(lr: float = 0.3, rounds: int = 1, rule: Rule | None = None) -> Streaming:
+    """Weight copies: 2K-1 copies of the weights, one for each mini-batch in flight, averaged at the end of a round.
+
+    split: layers, and mini-batches over copies. when: after rounds of 2K-1 mini-batches. who: the neighbouring stages;
+    copies are averaged within a stage. what: activations and errors. how: any rule, with a memory for each copy.
+
+        mini-batch m uses copy c = m mod (2K-1) on all stages, for F, B and U:  w_c <- w_c - eta grad f_m(w_c)
+        after a round:  w_c <- mean of the copies that have moved
+
+    Each copy is trained by plain SGD, with no staleness: data parallelism in time, in which a copy has 1/(2K-1) of the
+    mini-batches. On digits with four stages the accuracy after 400 mini-batches of 32 is 0.94 at a rate of 0.3, and
+    that of SGD 0.97 at 0.1. A round drains the pipeline. Rules keep their memory over an average. A pause (checkpoint,
+    evaluation, end) ends a round; the answer is the mean. A checkpoint can be resumed with as many stages only. Memory:
+    2K-1 versions. At K = 1 it is SGD. A lost worker ends the run.
+
+    Reference: H. Lee, K. Lee, I. Yoo, D. Yook, Analysis of parallel training algorithms for deep neural networks, 2018
+    Loops: strategies/streaming.py Streaming.step; splits/schedules/rounds.py rounds;
+        splits/versions/copies.py Copies
+
+    Args:
+        lr: eta, the learning rate.
+        rounds: how many times 2K-1 mini-batches there are between two averages.
+        rule: how a copy applies its gradient, instead of SGD with lr.
+    """
+    refuse_unless(rounds >= 1, "rounds", rounds, ">= 1")
+    return Streaming(rule or Sgd(lr), partial(schedules.rounds, times=rounds), Copies)

@@ -65,7 +65,7 @@ class Traits:
     lag_counts: str = ""
     """What the updates are that a lag counts, or why it is always 0 or not defined."""
     streams: bool = False
-    """Whether mini-batches of successive steps are in flight together, so that the last one must be announced."""
+    """Whether mini-batches of successive steps are in flight together, so the newest known loss is an older one's."""
 
 
 class Strategy(ABC):

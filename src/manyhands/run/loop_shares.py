@@ -74,8 +74,6 @@ class LoopShares(LoopStops):
         passes = data.passes(epochs) if data.is_stream and steps is None else None
         if steps is None and not data.is_stream:
             steps = data.steps(epochs, self._training.replicas)
-        if self._training.streams and steps is None:
-            raise Refused("steps is missing: a pipeline that streams must know which mini-batch is its last")
         done = self._loop.share.begin(data.batch_size)
         batches = self._batches(data, passes, steps, done) if self.role == "worker" else iter(())
         left = max(0, (steps or 0) - done // self._training.replicas)

@@ -4,8 +4,7 @@
 
 It drives the life cycle of core/rank.py as `mh.train` does, and adds what is special to a user's loop: all ranks start
 from the model of the lead and get the answer at the end, batch sizes are checked when they are known, and a rank that
-fails says why. A server rank serves from `begin` until the workers have ended. A pipeline that streams must know its
-last mini-batch: `begin` announces a number of steps, and is called again, which drains it, to announce more.
+fails says why. A server rank serves from `begin` until the workers have ended.
 """
 
 from __future__ import annotations
@@ -97,16 +96,12 @@ class Training:
         self.replicas = self.strategy.replicas(len(self.worker.workers))
         """How many copies of the model the workers hold together."""
         self._divides = self.replicas < len(self.worker.workers)
-        self.streams = self.strategy.traits.streams
-        """Whether mini-batches of successive steps are in flight together."""
         self._refuse_misplaced()
 
     def begin(self, batch_size: int | None, steps: int, data_size: int | None = None) -> None:
-        """Set up, at the first call; announce `steps` mini-batches to a strategy that streams. Sizes may be unknown."""
+        """Set up, at the first call, for the number of steps that a strategy may plan with; 0 if it is unknown."""
         w = self.worker
         if self.has_begun:
-            if self.streams:
-                self._announce(steps)
             return
         self.unite(batch_size)
         self.announced = steps
@@ -140,23 +135,10 @@ class Training:
             broadcast_model(w)
             note_statistics(w)
 
-    def _announce(self, steps: int) -> None:
-        """Drain the pipeline and fill it again, for so many mini-batches more."""
-        w = self.worker
-        self.strategy.quiesce(w)
-        w.steps = w.step + steps
-        self.strategy.resume(w)
-        self.changes.note()
-
     @torch.no_grad()
     def step(self, batch: Fields) -> StepLoss | None:
         """Consume one mini-batch; the newest known loss. The script's own random numbers are not touched."""
         w = self.worker
-        if self.streams and w.step >= w.steps:
-            raise Refused(
-                f"step {w.step + 1} is one more than was announced, but a pipeline that streams must know which "
-                "mini-batch is its last: take mini-batches from share()"
-            )
         if self._divides and (batch.names or len(batch) != 2):
             raise Refused(f"a step has {len(batch)} fields, but in a pipeline must have two, unnamed: input and target")
         if batch.samples != w.batch_size:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from manyhands.core.flat import ParamSlot
-from manyhands.core.port import Message, Tag, Transport, recv
+from manyhands.core.port import Message, Meta, Tag, Transport, recv
 from manyhands.core.stage import Keep
 from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
@@ -61,6 +61,7 @@ class CutPasses(StagePasses):
         step: int,
         key: Hashable,
         keep: Keep = "graph",
+        meta: Meta = (),
     ) -> None:
         """F(m): from the data or what was received to what is sent, or the loss; `rank`, `step`, `key` seed dropout."""
         w, loss = self._w, self._w.task.loss

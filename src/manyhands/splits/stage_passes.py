@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.activation_meter import ActivationMeter
-from manyhands.core.port import Message, Tag, Transport, recv
+from manyhands.core.port import Message, Meta, Tag, Transport, recv
 from manyhands.core.stage import Keep, Stage
 from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
@@ -70,6 +70,14 @@ class StagePasses:
         self.losses: dict[int, Tensor] = {}
         """By micro-batch, from B(m) on; at the last stage from F(m) on."""
 
+    def receive(self, m: int) -> Meta:
+        """Borrow the activation of m from the previous stage, if there is one; the numbers that came with it."""
+        if self.index == 0:
+            return ()
+        if m not in self._borrowed:
+            self._borrow(m, self._activation, self._before)
+        return self._borrowed[m][0].meta
+
     def forward(
         self,
         m: int,
@@ -79,15 +87,20 @@ class StagePasses:
         step: int,
         key: Hashable,
         keep: Keep = "graph",
+        meta: Meta = (),
     ) -> None:
-        """F(m): from the data or an activation to an activation or the loss; `rank`, `step` and `key` seed dropout."""
+        """F(m): from the data or an activation to an activation or the loss; `rank`, `step` and `key` seed dropout.
+
+        The numbers of `meta` travel on with the activation.
+        """
         w, x, loss = self._w, fields[0], self._w.task.loss
+        self.receive(m)
         if self.index:
-            x = self._borrow(m, self._activation, self._before).tensors[0]
+            x = self._borrowed[m][0].tensors[0]
         seed = rank, step, key
         if self.index < self.last:
             out = self.stage.forward(m, x, weights, keep=keep, seed=seed)
-            self._members.send(self._after, self._next_activation.of(m), (), [out])
+            self._members.send(self._after, self._next_activation.of(m), meta, [out])
         else:
             assert loss is not None
             self.losses[m] = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]), keep=keep, seed=seed)

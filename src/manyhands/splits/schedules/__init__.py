@@ -1,8 +1,16 @@
-"""Pipeline schedules are data, not code: NAME(K, M) gives one row of (op, micro-batch, stage) per rank."""
+"""Pipeline schedules are data, not code: one row of (op, micro-batch, stage) per rank.
 
+Those that flush are NAME(K, M); those that stream are NAME(K), without an end.
+"""
+
+from manyhands.splits.schedules.alternating import alternating
+from manyhands.splits.schedules.decoupled import decoupled
+from manyhands.splits.schedules.endless import EndlessRows, EndlessSchedule, finite
+from manyhands.splits.schedules.figure5 import figure5
 from manyhands.splits.schedules.gpipe import gpipe
 from manyhands.splits.schedules.interleaved import interleaved
 from manyhands.splits.schedules.one_f_one_b import one_f_one_b
+from manyhands.splits.schedules.rounds import rounds
 from manyhands.splits.schedules.timeline import (
     Action,
     Rows,
@@ -18,15 +26,22 @@ from manyhands.splits.schedules.zero_bubble import zero_bubble
 
 __all__ = [
     "Action",
+    "EndlessRows",
+    "EndlessSchedule",
     "Rows",
     "Schedule",
+    "alternating",
     "bubble",
+    "decoupled",
+    "figure5",
+    "finite",
     "gpipe",
     "in_flight",
     "interleaved",
     "makespan",
     "one_f_one_b",
     "picture",
+    "rounds",
     "staleness",
     "timeline",
     "zero_bubble",

@@ -7,6 +7,7 @@
     W(m, s)       the other half  I(m, s): the gradient of the weights
     U(m, s)       none            an update of the stage's weights after B(m, s)
     T(m, s)       none            U(m, K - 1) of the last stage: permission to begin mini-batch m + 1
+    A(m, s)       none            copies of the stage's weights are averaged after U(m, s)
 
 A schedule that flushes has F, B, I and W only; its update follows when all of them are done.
 """

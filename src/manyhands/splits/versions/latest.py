@@ -1,27 +1,20 @@
-"""Latest: both passes of a micro-batch use the current weights. For schedules whose updates wait for a flush."""
+"""Latest: both passes of a mini-batch use the weights of now (pipelined back-propagation).
+
+F(m) and B(m) see different weights if there are updates in between: B(m) combines the activations of F(m) with newer
+weights, since the live weights are updated without changing the version counters of the parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch import Tensor
-
-from manyhands.core.vector_ops import VectorOps
+from manyhands.splits.versions.policy import StageWeights, Versions
 
 
-class Latest:
+class Latest(Versions):
     """The live weights, without copies."""
 
-    def forward(self, m: int, live: list[Tensor], ops: VectorOps) -> list[Tensor]:
-        """The weights that F(m) and B(m) compute with."""
-        return live
-
-    def updated(self) -> None:
-        """The live weights have been updated."""
-
-    def done(self, m: int) -> int:
-        """Return by how many updates the weights of B(m) were behind the live ones: 0."""
-        return 0
+    rewrites = True
 
 
-EXAMPLES: Mapping[str, Callable[[], Latest]] = {"latest": Latest}
+EXAMPLES: Mapping[str, Callable[[StageWeights], Latest]] = {"latest": Latest}

@@ -1,7 +1,7 @@
-"""Stash: the backward pass of a micro-batch uses the same weights as its forward pass (PipeDream).
+"""Stash: the backward pass of a mini-batch uses the same weights as its forward pass (PipeDream).
 
-There is one copy of the weights per version, from the first F that uses it to the last B; micro-batches of one version
-share it. Stage s of K has at most K - s versions.
+There is one copy of the weights per version, from the first F that uses it to the last update; mini-batches of one
+version share it. Stage s of K has at most K - s versions under 1F1B.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from manyhands.core.vector_ops import VectorOps
+from manyhands.splits.versions.policy import StageWeights, Versions
 
 
-class Stash:
+class Stash(Versions):
     """Copies of the weights, by version."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, stage: StageWeights) -> None:
+        super().__init__(stage)
         self._copies: dict[int, list[Tensor]] = {}
-        self._used: dict[int, int] = {}
 
-    def forward(self, m: int, live: list[Tensor], ops: VectorOps) -> list[Tensor]:
-        """The weights that F(m) and B(m) compute with: a copy of the current version."""
+    def forward(self, m: int, seen: int | None) -> tuple[list[Tensor], int | None]:
+        """The copy of the current version, for both passes."""
+        self.used[m] = self.version
+        return self.copied(), None
+
+    def copied(self) -> list[Tensor]:
+        """A copy of the live weights, the same one until the next update."""
         if self.version not in self._copies:
-            ops.computes(*live)
-            self._copies[self.version] = [x.detach().clone().requires_grad_() for x in live]
-        self._used[m] = self.version
+            self._copies[self.version] = self.stage.leaves(self.stage.copy())
         return self._copies[self.version]
 
-    def updated(self) -> None:
-        """The live weights have been updated: delete copies that no micro-batch in flight uses."""
-        self.version += 1
-        used = set(self._used.values())
-        self._copies = {version: copy for version, copy in self._copies.items() if version in used}
+    def updated(self, m: int) -> None:
+        super().updated(m)
+        self.keep_from(min(self.used.values(), default=self.version))
 
-    def done(self, m: int) -> int:
-        """Return by how many updates the weights of B(m) were behind the live ones."""
-        return self.version - self._used.pop(m)
+    def keep_from(self, oldest: int) -> None:
+        """Delete the copies of versions before this one."""
+        for version in [version for version in self._copies if version < oldest]:
+            del self._copies[version]
 
     @property
     def kept(self) -> int:
-        """The number of versions that have a copy."""
-        return len(self._copies)
+        return len({*self._copies, self.version})
 
 
-EXAMPLES: Mapping[str, Callable[[], Stash]] = {"stash": Stash}
+EXAMPLES: Mapping[str, Callable[[StageWeights], Stash]] = {"stash": Stash}

@@ -1,0 +1,29 @@
+"""Endless schedules: rows of actions without an end, for pipelines that stream.
+
+A row never waits for a number of mini-batches to be known: a run takes mini-batches in as long as there are some. If it
+pauses or ends after M of them, what is left to do is the same row without the mini-batches from M on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from manyhands.splits.schedules.timeline import Action, Rows
+
+EndlessRows = list[Iterator[Action]]
+"""For every rank its actions in order, without an end."""
+EndlessSchedule = Callable[[int], EndlessRows]
+"""schedule(ranks)"""
+
+
+def finite(rows: EndlessRows, micro_batches: int) -> Rows:
+    """The actions of the first M micro-batches, which end where the first backward pass of a later one is."""
+    return [list(_until(row, micro_batches)) for row in rows]
+
+
+def _until(row: Iterator[Action], micro_batches: int) -> Iterator[Action]:
+    for action in row:
+        if action.m < micro_batches:
+            yield action
+        elif action.op == "B":
+            return

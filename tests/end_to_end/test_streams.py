@@ -1,0 +1,217 @@
+"""Pipelines that stream, as a user sees them: they learn, are resumed, run in loops of one's own, or are refused."""
+
+from functools import cache
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.data import TensorDataset
+
+import manyhands as mh
+from manyhands.core.stage import Stage
+from manyhands.rules import Momentum
+from manyhands.tasks import load
+
+from .small import chain, task
+from .test_own_loop import Joined, looped, same
+
+EVERY = {
+    "pipelined-backprop": mh.pipelined_backprop,
+    "small-batch-pipeline": mh.small_batch_pipeline,
+    "pipedream": mh.pipedream,
+    "vertical sync": lambda **knobs: mh.pipedream(vertical_sync=True, **knobs),
+    "2bw": mh.pipedream_2bw,
+    "spectrain": mh.spectrain,
+    "ddg": mh.ddg,
+    "features-replay": mh.features_replay,
+    "weight-copies": mh.weight_copies,
+}
+every = pytest.mark.parametrize("method", EVERY)
+REWRITES = ["pipelined-backprop", "small-batch-pipeline", "spectrain"]
+
+
+def equal(one, other):
+    return all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+def run(method, steps=11, workers=3, data=None, **settings):
+    data = data or task(samples=80, batch_size=8)
+    rule = Momentum(0.02, 0.5)
+    return mh.train(data, EVERY[method](rule=rule), cluster=mh.Cluster(workers), steps=steps, **settings)
+
+
+@every
+def test_every_method_learns_digits_with_four_stages_as_well_as_sgd(method):
+    """Each of seven copies trains on a seventh of the mini-batches: a larger rate helps, and the rest is lost."""
+    data, rates = load("digits"), {"spectrain": 0.01, "weight-copies": 0.3}
+    found = mh.train(data, EVERY[method](lr=rates.get(method, 0.1)), cluster=mh.Cluster(4), steps=400)
+    assert found.test_accuracy > sgd_on_digits() - (0.03 if method == "weight-copies" else 0.02)
+
+
+@cache
+def sgd_on_digits():
+    return mh.train(load("digits"), mh.bsp(lr=0.1), cluster=mh.Cluster(1), steps=400).test_accuracy
+
+
+@every
+def test_a_run_that_is_resumed_equals_one_that_was_saved_at_the_same_steps(method, tmp_path):
+    whole = run(method, out=tmp_path, checkpoint_every=5)
+    run(method, steps=5, out=tmp_path / "part", checkpoint_every=5)
+    assert equal(whole, run(method, resume=tmp_path / "part", checkpoint_every=5, out=tmp_path / "again"))
+
+
+def test_a_pause_does_not_change_2bw(tmp_path):
+    """Both versions outlive it, so that the recursion continues."""
+    assert equal(run("2bw"), run("2bw", out=tmp_path, checkpoint_every=3))
+
+
+@pytest.mark.parametrize("method", [name for name in EVERY if name != "weight-copies"])
+def test_a_run_is_resumed_with_another_number_of_stages(method, tmp_path):
+    run(method, steps=5, out=tmp_path, checkpoint_every=5)
+    again = run(method, steps=30, workers=2, resume=tmp_path)
+    assert again.final_loss < run(method, steps=5, workers=2).final_loss
+
+
+def test_copies_are_resumed_with_as_many_stages_only(tmp_path):
+    run("weight-copies", steps=5, out=tmp_path, checkpoint_every=5)
+    with pytest.raises(
+        mh.Refused, match="the number of copies is 3, but must be 5, as in the checkpoint: 2K - 1 for K"
+    ):
+        run("weight-copies", workers=2, resume=tmp_path)
+
+
+def test_a_checkpoint_is_not_resumed_with_other_versions(tmp_path):
+    run("pipedream", steps=5, out=tmp_path, checkpoint_every=5)
+    with pytest.raises(mh.Refused):
+        run("weight-copies", resume=tmp_path)
+
+
+@every
+def test_every_method_trains_in_a_loop_of_ones_own_without_announced_steps(method):
+    def program(hands, losses):
+        x, y = task(samples=80).data.tensors
+        for start in range(0, 80, 8):
+            losses.append(hands.step(x[start : start + 8], y[start : start + 8]))
+
+    joined = Joined(EVERY[method](), program, mh.Cluster(workers=4))
+    assert same(joined.models) and [len(one["losses"]) for one in joined.ranks] == [10] * 4
+
+
+def test_an_evaluation_drains_and_fills_again(tmp_path):
+    """It is the same as a checkpoint at that step, and differs from no pause."""
+    looks = {"test": task().data, "metric": lambda out, y: -float((out - y).abs().mean())}
+    data = task(samples=80, batch_size=8, **looks)
+    evaluated, saved = run("pipedream", data=data, evaluate_every=5), run("pipedream", checkpoint_every=5, out=tmp_path)
+    assert equal(evaluated, saved) and not equal(evaluated, run("pipedream"))
+
+
+# -- what is refused -----------------------------------------------------------------------------------
+
+
+def normed():
+    net = chain(4, 8, 8, 2)
+    parametrizations.weight_norm(net[2])
+    return net
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_derived_weights_are_refused_where_the_weights_of_a_graph_are_written(method):
+    if method in REWRITES:
+        with pytest.raises(mh.Refused, match="the weights of layer 2 are derived from other parameters"):
+            run(method, data=task(model=normed, batch_size=8))
+    else:
+        assert run(method, data=task(model=normed, batch_size=8)).final_loss < 5
+
+
+def test_other_ways_to_derive_weights_are_refused_too():
+    def spectral():
+        net = chain(4, 8, 8, 2)
+        parametrizations.spectral_norm(net[0])
+        return net
+
+    with pytest.raises(mh.Refused, match="the weights of layer 0 are derived"):
+        run("pipelined-backprop", data=task(model=spectral, batch_size=8))
+    with pytest.raises(mh.Refused, match="the weights of layer 2 are derived"):
+        mh.train(task(model=normed, batch_size=8), mh.ddg(variant="code"), cluster=mh.Cluster(2), steps=3)
+    with pytest.raises(mh.Refused, match="autocast makes copies"), torch.autocast("cpu"):
+        run("pipelined-backprop")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda: mh.pipedream_2bw(2),
+            "micro_batches is 2, but must be >= 3, or more than two versions would be in use",
+        ),
+        (lambda: mh.pipedream_2bw(0), "micro_batches is 0, but must be >= 1"),
+        (lambda: mh.pipedream_2bw(16), "batch_size is 8, but must be >= 16, the number of micro-batches"),
+        (lambda: mh.weight_copies(rounds=0), "rounds is 0, but must be >= 1"),
+        (lambda: mh.ddg(variant="coded"), "variant is 'coded', but must be 'paper' or 'code'"),
+        (lambda: mh.spectrain(prediction="far"), "prediction is 'far', but must be one of 'to the end'"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(make, why):
+    with pytest.raises(mh.Refused, match=why):
+        mh.train(task(batch_size=8), make(), cluster=mh.Cluster(4), steps=3)
+
+
+# -- replay --------------------------------------------------------------------------------------------
+
+
+class Layered(nn.Sequential):
+    """Keeps what its BatchNorm saw."""
+
+    made: ClassVar = []
+
+    def __init__(self):
+        super().__init__(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+        )
+        self.made.append(self)
+
+
+def test_a_replay_counts_a_mini_batch_once_in_running_statistics():
+    Layered.made = []
+    result = mh.train(task(model=Layered, batch_size=8), mh.features_replay(), cluster=mh.Cluster(3), steps=6)
+    assert max(int(one[1].num_batches_tracked) for one in Layered.made) == 6
+    assert result.buffers["1.num_batches_tracked"] == 6
+
+
+@pytest.mark.parametrize("keeps", ["graph", "inputs"])
+def test_a_replay_has_the_masks_and_statistics_of_the_first_pass(keeps, monkeypatch):
+    """One stage, where no update lies between the passes: the same bits with a graph and without."""
+    made = Stage.__init__
+    monkeypatch.setattr(Stage, "__init__", lambda self, w, module, _="graph": made(self, w, module, keeps))
+    result = mh.train(task(model=Layered, batch_size=8), mh.pipedream(), cluster=mh.Cluster(1), steps=6)
+    monkeypatch.undo()
+    plain = mh.train(task(model=Layered, batch_size=8), mh.pipedream(), cluster=mh.Cluster(1), steps=6)
+    assert equal(result, plain)
+    assert all(torch.equal(result.buffers[name], plain.buffers[name]) for name in plain.buffers)
+
+
+def test_two_stages_of_equal_shape_have_different_masks():
+    masks = {}
+
+    class Noted(nn.Dropout):
+        def forward(self, x):
+            y = super().forward(x)
+            masks.setdefault(id(self), (y == 0) & (x != 0))
+            return y
+
+    def model():
+        return nn.Sequential(nn.Linear(4, 16), Noted(0.5), nn.Linear(16, 16), Noted(0.5), nn.Linear(16, 2))
+
+    x = torch.randn(16, 4) + 3
+    data = mh.Task(model, TensorDataset(x, torch.zeros(16, 2)), nn.functional.mse_loss, batch_size=8)
+    mh.train(data, mh.features_replay(), cluster=mh.Cluster(3), steps=1)
+    one, other = list(masks.values())[:2]
+    assert one.shape == other.shape and not torch.equal(one, other)
+
+
+def test_an_own_loop_has_the_steps_of_a_managed_run():
+    joined = Joined(mh.weight_copies(), looped(steps=6))
+    assert same(joined.models)
