@@ -203,7 +203,7 @@ def test_the_copies_of_the_card():
     def note(s, w):
         seen[w.rank] = [memory[0].item() for memory in s.weights._memories]
 
-    result = trained(probed(mh.weight_copies(rounds=4), update=note), task, 2, 10)
+    result = trained(probed(mh.weight_copies(lr=0.1, rounds=4), update=note), task, 2, 10)
     assert seen == {rank: pytest.approx([0.698109, 0.922354, 0.546650], abs=1e-6) for rank in range(2)}
     assert [x.item() for x in result.weights.values()] == pytest.approx([0.722371] * 2, abs=1e-6)
 
@@ -219,7 +219,7 @@ def test_a_round_of_copies_ends_with_their_mean():
             set_to(model, mean)
             copies.append([x - 0.1 * g for x, g in zip(mean, gradients(model, [share.next_batch()]), strict=True)])
         mean = [sum(xs) / 3 for xs in zip(*copies, strict=True)]
-    strategy = probed(mh.weight_copies(), average=lambda s, w: seen.append(dict(s.in_flight)))
+    strategy = probed(mh.weight_copies(lr=0.1), average=lambda s, w: seen.append(dict(s.in_flight)))
     result = trained(strategy, task, 2, 12)
     assert seen == [{}] * 8
     for found, expected in zip(result.weights.values(), mean, strict=True):

@@ -33,7 +33,8 @@ def virtual(method, workers, hosts=None):
     ("method", "workers"),
     [
         *[("bsp", 2), ("bsp-server", 2), ("bsp-server", 3), ("d-psgd", 2), ("d-psgd", 3)],
-        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("terngrad with one scale", 3)],
+        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("ddg", 3), ("weight-copies", 2)],
+        ("terngrad with one scale", 3),
     ],
 )
 def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, quickly):
