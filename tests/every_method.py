@@ -20,7 +20,9 @@ VARIANTS = {
     "terngrad with one scale": functools.partial(mh.terngrad, shared_scale=True),
 }
 """Other loops behind the same names."""
-EVERY = METHODS | VARIANTS
+NARROW = {"interleaved": functools.partial(mh.interleaved, stages=2)}
+"""With all workers in one pipeline it would need twice as many layers as workers."""
+EVERY = METHODS | VARIANTS | NARROW
 BATCH_SIZE, SAMPLES = 32, 1437
 """Those of digits."""
 GOOD = 0.93

@@ -155,6 +155,25 @@ def test_the_command_line_does_not_import_torch():
     assert run.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize("name", ["gpipe", "one-f-one-b", "interleaved", "zero-bubble"])
+def test_explain_draws_the_schedule_that_the_method_plays(name, capsys):
+    from manyhands import catalog
+    from manyhands.cli.explain import show
+    from manyhands.splits import schedules
+
+    method = methods()[name]
+    team = getattr(catalog, method.function)().team
+    pictures = [schedules.picture(getattr(schedules, team.schedule.replace("-", "_"))(4, m)) for m in (4, 8)]
+    assert [one["picture"] for one in facts(method)["pictures"]] == pictures
+    show(method, traits_of(method))
+    printed = capsys.readouterr().out
+    assert all(picture in printed for picture in pictures)
+
+
+def test_explain_draws_nothing_for_a_method_without_a_schedule():
+    assert facts(methods()["bsp"])["pictures"] == []
+
+
 def test_explain_has_words_for_every_trait():
     from manyhands.core.strategy import Traits
 

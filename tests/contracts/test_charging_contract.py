@@ -194,7 +194,7 @@ class Written(TorchDispatchMode):
         return declared
 
 
-PRIMITIVES = [(Worker, "_run"), (Stage, "forward"), (Stage, "backward")]
+PRIMITIVES = [(Worker, "_run"), *((Stage, name) for name in ("forward", "backward", "inward", "weigh"))]
 PRIMITIVES += [(kind, "answer") for kind in {type(make()) for make in EVERY.values()} if "answer" in vars(kind)]
 PRIMITIVES += [
     (kind, name)

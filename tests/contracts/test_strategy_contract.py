@@ -19,6 +19,7 @@ METHODS = {
     "easgd asynchronous": lambda: mh.easgd(asynchronous=True),
     "gossip by push": lambda: mh.gossip(mode="push"),
     "gossip in pairs": lambda: mh.gossip(mode="pairwise"),
+    "interleaved": lambda: mh.interleaved(stages=2),
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
 

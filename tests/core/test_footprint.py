@@ -46,3 +46,13 @@ def test_rules_and_codecs_with_state_take_more():
 def test_a_stage_of_a_pipeline_keeps_its_own_part():
     whole = footprints(mh.bsp(), workers=4)[0]
     assert all(stage < whole for stage in footprints(mh.gpipe(), workers=4).values())
+
+
+def test_the_record_has_the_activations_of_a_pipeline_and_unknown_for_other_methods():
+    def activations(method):
+        records = mh.train("digits", method, cluster=mh.Cluster(workers=2), steps=2).records
+        return [line["activations"] for line in records if line["kind"] == "memory"]
+
+    inputs, graphs = activations(mh.gpipe()), activations(mh.gpipe(replay=False))
+    assert all(0 < few < many for few, many in zip(inputs, graphs, strict=True))
+    assert activations(mh.bsp()) == [None, None]

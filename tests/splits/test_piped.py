@@ -100,6 +100,16 @@ def test_micro_batches_of_different_sizes_count_by_their_samples(schedule):
         assert torch.allclose(found[0, name], p.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_products_of_large_layers_are_the_gradients_of_autograd(name, schedule, monkeypatch):
+    of = task(MODULES[name])
+    autograd, _ = together(Piped(schedule=schedule), of)
+    monkeypatch.setattr("manyhands.core.weight_products.LARGE", 0)
+    products, _ = together(Piped(schedule=schedule), of)
+    assert all(torch.allclose(x, autograd[key], rtol=0, atol=1e-13) for key, x in products.items())
+
+
 def test_a_zero_bubble_has_the_gradient_of_whole_backward_passes():
     """Also on stage 0, whose input needs no error: there its last layer's is computed in I, the weights' in W."""
     for stages in (2, 4):
