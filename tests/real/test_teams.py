@@ -1,5 +1,6 @@
 """Teams of real processes: the bits of virtual time, and a lost stage takes its team along while the others finish."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_method_that_needs_all_workers_names_the_rank_of_the_job(link, tmp_pat
 
 
 def test_a_loss_that_is_no_number_names_the_rank_of_the_job(tmp_path, quickly):
-    task = mh.Task(**{**vars(small()), "loss": no_number})
+    task = replace(small(), loss=no_number)
     with pytest.raises(mh.Diverged, match=r"nan on rank [13] at step 0"):
         mh.train(task, mh.bsp(), team=TWO, workers=4, steps=10)
 

@@ -58,7 +58,8 @@ def broadcast_answer(w: Worker, lead: int, answer: Weights | None) -> bool:
         return False
     if answer is None:
         raise PeerLost(lead, "it had the answer")
-    if any(step for (step,), _ in gathered.values()):
+    is_whole = w.trained is w.model  # of a part the others were released
+    if not is_whole or any(step for (step,), _ in gathered.values()):
         _load_named(w.model, answer)
     _send(w, FINAL_MODEL, _copies(w.model))
     return True

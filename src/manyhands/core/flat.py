@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import ManyhandsError, Refused
+from manyhands.core.model_check import refuse_overlaps
 
 BUCKET_BYTES = 4 * 2**20
 
@@ -122,7 +122,7 @@ class Flat:
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         _refuse_misfits(self._parameters)
-        _refuse_overlaps(parameters)
+        refuse_overlaps(parameters)
         group = {name: number for number, names in enumerate(groups) for name in names}
         names_of: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, p in self._parameters.items():
@@ -376,11 +376,3 @@ def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
             raise Refused(f"{name} is laid out with strides {p.stride()}, but must be contiguous (no channels-last)")
         if is_watched(p):
             raise Refused(f"{name} already has gradient hooks, but a model can be joined only once")
-
-
-def _refuse_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse two parameters in the same memory, which would be separated here: tied weights must be one parameter."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters.items() if p.nbytes)
-    for (_, stop, name), (start, _, other) in pairwise(spans):
-        if start and start < stop:
-            raise Refused(f"{other} overlaps {name} in memory, but must have its own memory, or be the same parameter")

@@ -1,9 +1,9 @@
-"""Model check: before a run begins, each rank compares its model with that of rank 0."""
+"""Model check: what a model must be before a run begins; each rank compares its model with that of rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -58,3 +58,11 @@ def _words(entry: _Entry | None) -> str:
         return "nothing more"
     name, shape, dtype, properties = entry
     return f"{name} {list(shape)} of {dtype.removeprefix('torch.')}{properties}"
+
+
+def refuse_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse two parameters in the same memory, which would be separated here: tied weights must be one parameter."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in parameters.items() if p.nbytes)
+    for (_, stop, name), (start, _, other) in pairwise(spans):
+        if start and start < stop:
+            raise Refused(f"{other} overlaps {name} in memory, but must have its own memory, or be the same parameter")
