@@ -152,7 +152,7 @@ def test_other_ways_to_derive_weights_are_refused_too():
         (lambda: mh.ddg(variant="coded"), "variant is 'coded', but must be 'paper' or 'code'"),
         (lambda: mh.spectrain(prediction="far"), "prediction is 'far', but must be one of 'to the end'"),
     ],
-    ids=str,
+    ids=range(6),
 )
 def test_settings_that_cannot_work_are_refused(make, why):
     with pytest.raises(mh.Refused, match=why):
