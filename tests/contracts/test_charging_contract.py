@@ -286,6 +286,7 @@ KNOWS_SIZES = {
     "core/flat.py": "the layout of a model",
     "core/worker.py": "the memory of a worker",
     "core/send_guard.py": "what was lent",
+    "splits/piped.py": "a model that cannot be run to cut it",
     "collectives/group.py": "memory to lend from",
     "collectives/shared.py": "shared memory",
     "collectives/compressed/streams.py": "how many numbers a sparse sum has",

@@ -26,7 +26,7 @@ CASES = [
 ]
 ONE_GRADIENT = ["dc_asgd", "downpour", "dyn_sgd", "k_async", "k_batch_async", "ssp", "staleness_aware"]
 """Methods whose servers apply each gradient by itself."""
-ONE_MODEL = ["gpipe", "one_f_one_b", "pipedream", "zero_bubble"]
+ONE_MODEL = [name for name in catalog.pipelines.__all__ if name != "interleaved"]
 KNOBS = {
     "agn": {"period": 2},
     "adag": {"period": 2},
@@ -40,6 +40,7 @@ EXPECTED = {
     "adag": [0, 8, 16, 24, 32, 40],
     "adaptive_batch": [0, 12, 24],  # the last one is of two mini-batches of each worker
     "asysvrg": [12, 24, 36],  # the first samples of an epoch make mu
+    "small_batch_pipeline": [0, 2, 4, 6, 8, 10, 12, 14],  # pieces of two samples
 }
 
 

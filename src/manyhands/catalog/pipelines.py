@@ -59,7 +59,7 @@ def gpipe(
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
     """
-    return _flushing("gpipe", micro_batches, stages, lr, rule, keep="inputs" if replay else "graph")
+    return _flushing("gpipe", micro_batches, stages, lr, rule, keep=None if replay else "graph")
 
 
 def one_f_one_b(micro_batches: int = 4, stages: int = 0, lr: float = 0.1, rule: Rule | None = None) -> Grid:
@@ -335,7 +335,7 @@ def features_replay(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
     and this do not. A lost worker ends the run.
 
     Reference: Z. Huo, B. Gu, H. Huang, Training neural networks using features replay, 2018, arXiv:1807.04511
-    Loops: strategies/streaming.py Streaming.step; core/stage.py Stage._replay;
+    Loops: strategies/streaming.py Streaming.step; core/stage.py Stage.backward;
         splits/schedules/decoupled.py decoupled
 
     Args:
