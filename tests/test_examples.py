@@ -43,11 +43,12 @@ def test_there_are_no_other_examples():
 
 
 def test_train_in_a_virtual_cluster(tmp_path):
-    accuracy, seconds, sent, ahead, steps = say("train_in_a_virtual_cluster.py", tmp_path)
+    accuracy, seconds, sent, lag, ahead, steps = say("train_in_a_virtual_cluster.py", tmp_path)
     assert float(accuracy.split()[-1]) > 0.93
     assert re.fullmatch(r"virtual time +0\.\d+ s, [\d,]+ samples/s", seconds)
     assert re.fullmatch(r"sent +\d+ MB", sent)
-    assert ahead.endswith(" 3 at most")
+    assert re.fullmatch(r"lag +\d\.\d updates on average, \d+ at most", lag)
+    assert re.fullmatch(r"ahead by +3 steps at most", ahead)
     slow, *others = json.loads(steps.removeprefix("steps by rank"))
     assert slow < min(others)
 

@@ -107,7 +107,7 @@ def test_products_of_large_layers_are_the_gradients_of_autograd(name, schedule, 
     autograd, _ = together(Piped(schedule=schedule), of)
     monkeypatch.setattr("manyhands.core.weight_products.LARGE", 0)
     products, _ = together(Piped(schedule=schedule), of)
-    assert all(torch.allclose(x, autograd[key], rtol=0, atol=1e-13) for key, x in products.items())
+    assert all(torch.allclose(x, autograd[key], rtol=1e-12, atol=1e-13) for key, x in products.items())
 
 
 def test_a_zero_bubble_has_the_gradient_of_whole_backward_passes():

@@ -108,7 +108,7 @@ def computed(task, strategy, workers):
     return seconds
 
 
-@pytest.mark.parametrize("strategy", [mh.gpipe(replay=False), mh.pipedream()], ids=["gpipe", "pipedream"])
+@pytest.mark.parametrize("strategy", [mh.gpipe(replay=False), mh.one_f_one_b()], ids=["gpipe", "1f1b"])
 def test_seconds_of_stages_follow_their_operations(strategy):
     task = images()
     model = task.build(0)
