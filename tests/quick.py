@@ -23,6 +23,7 @@ PARTS = {
     "splits": ("contracts/test_schedule_contract.py", "splits", "pins/test_pipelines.py"),
     "collectives": ("contracts/test_collective_contract.py", "collectives"),
     "servers": ("contracts/test_shard_contract.py", "contracts/test_consistency_contract.py", "servers"),
+    "teams": ("contracts/test_team_contract.py", "end_to_end/test_teams.py", "end_to_end/test_cut_teams.py"),
     "peers": ("peers", "pins/test_gossip.py"),
     "strategies": (
         "contracts/test_strategy_contract.py",
@@ -53,7 +54,7 @@ PARTS = {
 }
 """What has changed (a folder of the package, own loops, or docs) -> test paths below tests/."""
 
-LONGER = ("strategies", "transport", "runtime", "loops", "cli", "docs", "examples")
+LONGER = ("teams", "strategies", "transport", "runtime", "loops", "cli", "docs", "examples")
 """Parts whose tests take longer than 30 seconds: they start processes or train whole models."""
 
 
