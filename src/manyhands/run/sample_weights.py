@@ -4,8 +4,8 @@
 
 Methods that average gradients take the mean over the workers. Each worker multiplies its own gradient by s_k before,
 which is exactly 1 if all mini-batches are equal: then no bit changes. The sum is found by an all-reduce of one number
-at the beginning of a step. Where a worker may end before the others, each sends its number to the others instead, and
-0 at its end.
+at the beginning of a step, unless all workers together hold one replica of the model, whose stages have the same
+mini-batch. Where a worker may end before the others, each sends its number to the others instead, and 0 at its end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class SampleWeights:
     Args:
         worker: this rank.
         traits: those of its strategy; they say whether gradients are averaged.
+        replicas: how many copies of the model the workers hold together.
     """
 
-    def __init__(self, worker: Worker, traits: Traits) -> None:
+    def __init__(self, worker: Worker, traits: Traits, replicas: int) -> None:
         self._worker = worker
-        self._averages = traits.averages_gradients and len(worker.workers) > 1
+        self._averages = traits.averages_gradients and replicas > 1
         self._others = {rank for rank in worker.workers if rank != worker.rank}
         self._reducer = None
         if self._averages and not traits.may_end_early:

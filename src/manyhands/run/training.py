@@ -117,7 +117,7 @@ class Training:
             release_untrained(w)
             barrier(w)  # a worker that is set up may send, so all must be
             self.position.watch()
-            self.sample_weights = SampleWeights(w, self.strategy.traits)
+            self.sample_weights = SampleWeights(w, self.strategy.traits, self.replicas)
             self.changes = ManualChanges(w, self.strategy.traits)
             for remark in self.strategy.remarks(w.steps) if w.rank == w.lead else ():
                 log.warning("%s", remark)
