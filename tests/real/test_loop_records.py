@@ -126,7 +126,7 @@ def test_methods_are_compared_on_a_script_and_one_that_fails_stays_in_the_table(
     rows = {row["method"]: row for row in found["ranking"]}
     assert found["task"] == "script.py" and set(rows) == {"bsp", "ssp:staleness=2", "gpipe"}
     assert [rows[name]["reached"] for name in ("bsp", "ssp:staleness=2", "gpipe")] == [1, 1, 0]
-    assert found["ranking"][-1]["failure"].startswith("a Pipeline cannot be trained by a loop that calls backward()")
+    assert found["ranking"][-1]["failure"].startswith("gpipe cannot be trained by a loop that calls backward()")
     assert (tmp_path / "all" / "report.html").is_file()
     log = (tmp_path / "all" / "ssp-staleness=2" / "seed-0" / "rank0.log").read_text()
     assert "epoch 1 ['--debug']" in log and "--method ssp:staleness=2 replaces the script's own, bsp" in log

@@ -30,6 +30,7 @@ from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.loop_gradients import LoopGradients
 from manyhands.core.loop_worker import LoopWorker
 from manyhands.core.port import Transport
+from manyhands.core.recipe import recipe_of
 from manyhands.core.rule import Rule
 from manyhands.core.strategy import Strategy
 from manyhands.run.handover import Handover
@@ -73,7 +74,7 @@ class LoopObjects:
         traits = strategy.traits
         if self.scalers and traits.lockstep and not (traits.equal_replicas or traits.may_end_early):
             raise Refused(
-                f"prepare was given a GradScaler, but a {type(strategy).__name__} needs equally many steps of all "
+                f"prepare was given a GradScaler, but {recipe_of(strategy).name} needs equally many steps of all "
                 "workers, and a scaler skips those of one whose gradient is infinite: use autocast with bfloat16 "
                 "without a scaler, or a method whose replicas are equal, such as bsp"
             )
@@ -106,7 +107,7 @@ class Prepared:
     ) -> None:
         if strategy.traits.needs_step:
             raise Refused(
-                f"a {type(strategy).__name__} cannot be trained by a loop that calls backward() itself: "
+                f"{recipe_of(strategy).name} cannot be trained by a loop that calls backward() itself: "
                 f"{strategy.traits.needs_step}; use hands.step(x, y)"
             )
         self._model = models[0] if len(models) == 1 else nn.ModuleList(models)

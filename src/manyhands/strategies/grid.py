@@ -32,6 +32,7 @@ from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused, r
 from manyhands.core.gather import gather, need_all
 from manyhands.core.param_groups import rule_of
 from manyhands.core.port import ANY, Message, Tag
+from manyhands.core.recipe import recipe_of
 from manyhands.core.rule import Rule
 from manyhands.core.state import StateSlice
 from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
@@ -112,7 +113,7 @@ class Grid(Strategy):
         """The team must be able to divide the model, and the method to train its parts separately."""
         why = self.outer.traits.needs_whole_model
         if why:
-            raise Refused(f"a {type(self.outer).__name__} cannot be trained over teams of ranks: {why}")
+            raise Refused(f"{recipe_of(self.outer).name} cannot be trained over teams of ranks: {why}")
         teams, size = self.replicas(workers), self._size(workers)
         self.team.check(size, batch_size, model)
         parts = [self.team.part(model, index, size) for index in range(size)]
