@@ -263,9 +263,6 @@ class Flat:
         for name, p in self._frozen.items():
             if p.requires_grad:
                 raise Refused(f"{name} was frozen when training began, but is to be trained now: join again")
-        if self.is_meta:
-            self._complete = True
-            return
         for group in self.groups:
             group.touch_counts.fill_(1)
         self._complete = len(self._arrived) == len(self.slots)
