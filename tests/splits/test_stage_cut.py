@@ -11,7 +11,9 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 from manyhands.core.errors import Refused
 from manyhands.core.work import work_of
+from manyhands.splits.cuts import Cuts
 from manyhands.splits.layers import stages
+from manyhands.splits.tied_weights import shared_names
 from manyhands.tasks import load
 
 
@@ -84,15 +86,15 @@ def test_layers_that_only_compute_belong_to_a_stage_that_has_parameters():
     assert sum(lengths(model, 2)) == 4
     with pytest.raises(Refused, match="the number of stages is 3, but must be <= 2"):
         stages(model, 3)
-    with pytest.raises(Refused, match=r"the model is a Linear, but a pipeline needs an nn\.Sequential"):
-        stages(model[0], 1)
 
 
-def test_stages_must_not_share_weights():
+def test_layers_that_share_weights_over_a_cut_are_cut_by_running_them():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert [type(stage) for stage in Cuts().stages(model, 2)] == [nn.Sequential] * 2
     model[1].weight = model[0].weight
-    with pytest.raises(Refused, match="is tied to stage 0"):
-        stages(model, 2)
+    first, last = Cuts(example=(torch.zeros(2, 4),)).stages(model, 2)
+    assert shared_names(model, [first, last]) == ["0.weight", "1.weight"]
+    assert first.own.tensors == {"0.weight": {0, 1}, "0.bias": {0}, "1.bias": {1}}
 
 
 # --- the clock
@@ -131,3 +133,13 @@ def test_the_seconds_that_a_task_gives_are_divided_by_counted_shares():
     counted, scaled = computed(task, mh.gpipe(replay=False), 3), computed(given, mh.gpipe(replay=False), 3)
     assert sum(scaled) == pytest.approx(4 * 8)
     assert [one / sum(scaled) for one in scaled] == pytest.approx([one / sum(counted) for one in counted])
+
+
+@pytest.mark.parametrize("name", ["vgg16", "alexnet", "googlenet"])
+@pytest.mark.parametrize("method", [mh.gpipe, mh.zero_bubble, mh.pipedream])
+def test_networks_for_imagenet_are_planned_on_sizes(method, name):
+    """Two stages are faster than one, and not twice as fast."""
+    one, two = (
+        mh.train(load(name), method(), cluster=mh.Cluster(workers), steps=4, batch_size=8).seconds for workers in (1, 2)
+    )
+    assert 0.5 * one < two < (1.1 if method is mh.gpipe else 0.95) * one
