@@ -48,6 +48,26 @@ def test_a_stage_of_a_pipeline_keeps_its_own_part():
     assert all(stage < whole for stage in footprints(mh.gpipe(), workers=4).values())
 
 
+def test_the_record_says_what_the_memory_of_a_rank_is_for():
+    def lines(method):
+        records = mh.train("digits", method, cluster=mh.Cluster(workers=4), steps=16).records
+        return sorted((line for line in records if line["kind"] == "memory"), key=lambda line: line["held"])
+
+    momentum = mh.rules.Momentum(0.1)
+    for method in (mh.bsp(rule=momentum), mh.gpipe(rule=momentum), mh.pipedream(rule=momentum)):
+        for line in lines(method):
+            weights, parameters = line["weights"], line["gradient"] - line["weights"]
+            assert line["optimizer"] == weights and 0 < parameters <= 4 * 8, "and a touch count for each"
+            assert line["bytes"] >= 3 * weights
+    copies = lines(mh.weight_copies(rule=momentum))
+    assert all(line["optimizer"] == line["version_bytes"] == 7 * line["weights"] for line in copies), "one of each"
+    assert all(line["bytes"] - 16 * line["weights"] < 100 for line in copies), "and the live weights, the gradient"
+    assert [line["versions"] for line in copies] == [7] * 4
+    stashed = lines(mh.pipedream())
+    assert [line["version_bytes"] // line["weights"] for line in stashed] == [4, 3, 2, 1], "the live weights are apart"
+    assert all(line["activations"] > 0 for line in [*copies, *stashed])
+
+
 def test_the_record_has_the_activations_of_a_pipeline_and_unknown_for_other_methods():
     def activations(method):
         records = mh.train("digits", method, cluster=mh.Cluster(workers=2), steps=2).records

@@ -352,7 +352,9 @@ def test_how_many_versions_are_kept(digits64, method):
     mh.train(digits64, probed(make(), forward=note), cluster=mh.Cluster(workers=4), steps=14)
     assert [kept[s] for s in range(4)] == expected
     between = method == "vertical sync"  # an update has been made, and the oldest version may still be asked for
-    assert all(line["versions"] <= expected[line["rank"]] + between for line in result.records if "versions" in line)
+    steps, memory = (result.to_pandas(kind) for kind in ("step", "memory"))
+    assert all(steps["versions"] <= [expected[rank] + between for rank in steps["rank"]])
+    assert memory.sort_values("held")["versions"].tolist() == expected
     forward = [7, 5, 3, 1] if method in ("copies", "pipelined-backprop") else [4, 3, 2, 1]
     assert [flying[s] for s in range(4)] == forward
 

@@ -27,7 +27,7 @@ from torch.func import functional_call
 
 from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.errors import Refused
-from manyhands.core.weight_products import WeightProducts, layers_apart, weigh
+from manyhands.core.weight_products import Products, WeightProducts, layers_apart, weigh
 from manyhands.core.worker import Worker
 
 Keep = Literal["graph", "inputs"]
@@ -35,7 +35,6 @@ Keep = Literal["graph", "inputs"]
 Seed = tuple[int, int, Hashable]
 """What the random numbers of a pass depend on: a rank, a step and a key."""
 Loss = Callable[[Tensor], Tensor]
-Products = list[Callable[[], None]]
 
 
 @dataclass(slots=True)
@@ -150,6 +149,9 @@ class Stage:
         with self._w.timer.computing():
             found = self._propagate(m, error)
             self._w.charge_passes(len(self._saved[m].x), self._share.to_input)
+        self._meter.free(self._key(m))
+        between = (x for product in self._saved[m].products for x in product.args[-3:-1])
+        self._meter.keep(self._key(m), self._saved[m].x, error, *between)
         return found
 
     def weigh(self, m: int) -> None:
@@ -165,6 +167,7 @@ class Stage:
         if one.out is None:
             with torch.enable_grad(), self._meter.saving(self._key(m), one.weights):
                 one.out = self._run(one, one.buffers)
+            self._meter.keep(self._key(m), one.out)
             self._w.charge_passes(len(one.x), self._share.forward)
         inputs = [*one.weights, one.x] if one.x.requires_grad else one.weights
         if not (inputs and one.out.requires_grad):  # neither this stage nor a previous one is trained

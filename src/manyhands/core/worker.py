@@ -102,6 +102,10 @@ class Worker:
         """How stale the gradients were whose outcome has become known in this step; a strategy sets it."""
         self.activations: int | None = None
         """The most bytes of activations that this rank keeps at one time; None: not measured."""
+        self.versions: int | None = None
+        """The most versions of its weights that this rank keeps at one time; None: its method keeps only one."""
+        self.version_bytes: int | None = None
+        """The most bytes of weights that it keeps beside the live ones; None: not measured."""
         self.samples_in_step = 0
         """How many samples the step under way has in a user's own loop; 0: a mini-batch of the usual size."""
         self.options: tuple[float, ...] = ()

@@ -34,6 +34,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.declared_state import StateParts
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather, need_all
@@ -48,6 +49,8 @@ from manyhands.splits.schedules import EndlessSchedule, finite, in_flight
 from manyhands.splits.stage_passes import StagePasses
 from manyhands.splits.versions import Double, StageWeights, Versions, refuse_autocast, refuse_derived
 
+FULL = 4
+"""After so many mini-batches per stage every schedule has had as many in flight, and as many versions, as ever."""
 TURN = Tag("pipeline-turn", carries="nothing")
 
 
@@ -131,7 +134,8 @@ class Streaming(Strategy):
         module = stages(w.model, count)[self.index]
         w.lay_out(module)
         depth = max(in_flight(row) for row in finite(self.schedule(count), 2 * count))
-        self.passes = StagePasses(w, w.transport, module, depth + 1)
+        self.meter = ActivationMeter()
+        self.passes = StagePasses(w, w.transport, module, depth + 1, meter=self.meter)
         stage = StageWeights(w.flat, self.passes.stage.live, self.rule, w.ops, self.index, count, self.micro_batches)
         self.weights = self.versions(replace(stage, begun=w.step))
         self.in_flight: dict[int, MicroBatch] = {}
@@ -145,6 +149,7 @@ class Streaming(Strategy):
             "A": self._average,
         }
         self._fill(w)
+        self.meter.on, self.measured = True, self.taken + FULL * count
         w.flat.open(by_hooks=False)
 
     def _fill(self, w: Worker) -> None:
@@ -193,6 +198,14 @@ class Streaming(Strategy):
         fields, self.in_flight[m].fields = self.in_flight[m].fields, ()
         travels = () if version is None else (version,)
         self.passes.forward(m, fields, weights, w.rank, m, 0, self.keeps, travels)
+        self._measure(w)
+
+    def _measure(self, w: Worker) -> None:
+        """Note the memory of activations and versions, as long as the pipeline fills."""
+        if self.meter.on:
+            w.activations = self.meter.most
+            w.versions = max(w.versions or 0, self.weights.kept)
+            w.version_bytes = max(w.version_bytes or 0, sum(x.nbytes for x in self.weights.others))
 
     def _backward(self, w: Worker, m: int) -> None:
         self.weights.backward(m)
@@ -209,6 +222,8 @@ class Streaming(Strategy):
         for group, weight_slice in zip(w.flat.groups, self.weights.moves(m), strict=True):
             at = UpdateContext(weight_slice.weights, samples=first.samples_before, rate=first.rate)
             weight_slice.update(group.grad, at, group.untouched())
+        self._measure(w)
+        self.meter.on &= m < self.measured
         self.weights.updated(m)
         w.flat.open(by_hooks=False)
         self.loss = sum(float(self.passes.losses.pop(one)) * piece.share for one, piece in pieces.items())
