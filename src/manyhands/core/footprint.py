@@ -94,6 +94,8 @@ def _inside(one: object) -> Iterator[object]:
     elif isinstance(one, nn.Module):
         yield from one.parameters()
         yield from one.buffers()
+    elif isinstance(one, torch.optim.Optimizer):
+        yield one.state
     elif _is_ours(one):
         yield from vars(one).values() if hasattr(one, "__dict__") else ()
         for kind in type(one).__mro__:

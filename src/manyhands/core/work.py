@@ -155,6 +155,12 @@ def source_of(model: nn.Module) -> WorkSource:
     return source
 
 
+def share_of(model: nn.Module, part: nn.Module) -> Work:
+    """What a part of a model has of the work of both passes."""
+    inside = {id(module) for module in part.modules()}
+    return work_of(model).share(name for name, module in model.named_modules() if id(module) in inside)
+
+
 def work_of(model: nn.Module) -> ModelWork:
     """The work of a model: counted on a sample of the task that has built it, else estimated."""
     source = source_of(model)

@@ -32,7 +32,7 @@ from manyhands.core.step_timer import StepTimer
 from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
 from manyhands.core.vector_ops import vector_ops
-from manyhands.core.work import Work, work_of
+from manyhands.core.work import Work, share_of, work_of
 
 if TYPE_CHECKING:
     from manyhands.core.team import Team
@@ -222,10 +222,7 @@ class Worker:
 
     def share_of(self, module: nn.Module) -> Work:
         """What a part of the model has of the work of both passes; nothing in real processes."""
-        if self.work is None:
-            return Work()
-        parts = {id(part) for part in module.modules()}
-        return self.work.share(name for name, part in self.model.named_modules() if id(part) in parts)
+        return Work() if self.work is None else share_of(self.model, module)
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
         ready = ReadyBuckets(self.flat.buckets(), self.flat.slots, fired) if fired else None

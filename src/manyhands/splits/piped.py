@@ -93,22 +93,13 @@ class Piped:
 
     def check(self, size: int, batch_size: int, model: nn.Module) -> None:
         """The model must have a layer for each stage, and the mini-batch must be divisible."""
-        self._stages(model, size * self._chunks(size))
+        self._stages(model, size * chunks_of(self, size))
         M = self.micro_batches
         refuse_unless(batch_size % M == 0, "batch_size", batch_size, f"divisible by micro_batches = {M}")
-        self._rows(size)
-
-    def _chunks(self, size: int) -> int:
-        """The stages of a rank; of a single rank they would follow one another, so it has one."""
-        return self.chunks if self.schedule == "interleaved" and size > 1 else 1
-
-    def _rows(self, size: int) -> schedules.Rows:
-        if self.schedule == "interleaved":
-            return schedules.interleaved(size, self.micro_batches, self._chunks(size))
-        return SCHEDULES[self.schedule](size, self.micro_batches)
+        rows_of(self, size)
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
-        own = self._stages(model, size * self._chunks(size))[index::size]
+        own = self._stages(model, size * chunks_of(self, size))[index::size]
         return own[0] if len(own) == 1 else nn.ModuleList(own)
 
     def _stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
@@ -141,16 +132,14 @@ class Piped:
         if size == self.micro_batches == 1:
             return
         w.team = self
-        rows = self._rows(size)
+        rows = rows_of(self, size)
         self._row, depth = rows[index], max(map(schedules.in_flight, rows))
-        self._meter = ActivationMeter()
+        self._meter, self._keep = ActivationMeter(), kept_by(self, w.trained)
         if isinstance(w.trained, CutStage):
-            self._keep: Keep = "graph"
             self._passes: Mapping[int, StagePasses] = {index: CutPasses(w, members, w.trained, depth)}
             return
-        self._keep = self.keep or ("inputs" if self.schedule == "gpipe" else "graph")
         self._meter.on = True
-        count, splits = size * self._chunks(size), self.schedule == "zero-bubble"
+        count, splits = size * chunks_of(self, size), self.schedule == "zero-bubble"
         passes_of = partial(StagePasses, depth=depth, stages=count, splits=splits, meter=self._meter)
         modules = w.trained if isinstance(w.trained, nn.ModuleList) else [w.trained]
         numbers = range(index, count, size)
@@ -179,6 +168,24 @@ class Piped:
             self._meter.on, w.activations = False, self._meter.most
         losses = [float(passes.losses[m]) for m in range(M)]
         return sum(loss * len(chunk[0]) for loss, chunk in zip(losses, chunks, strict=True)) / samples
+
+
+def chunks_of(team: Piped, size: int) -> int:
+    """The stages of a rank; of a single rank they would follow one another, so it has one."""
+    return team.chunks if team.schedule == "interleaved" and size > 1 else 1
+
+
+def rows_of(team: Piped, size: int) -> schedules.Rows:
+    """What so many ranks do for one mini-batch."""
+    if team.schedule == "interleaved":
+        return schedules.interleaved(size, team.micro_batches, chunks_of(team, size))
+    return SCHEDULES[team.schedule](size, team.micro_batches)
+
+
+def kept_by(team: Piped, part: nn.Module) -> Keep:
+    """What a member with this part keeps of a micro-batch."""
+    default: Keep = "inputs" if team.schedule == "gpipe" and not isinstance(part, CutStage) else "graph"
+    return team.keep or default
 
 
 EXAMPLES: Mapping[str, Piped] = {

@@ -154,7 +154,7 @@ class Streaming(Strategy):
 
     def _fill(self, w: Worker) -> None:
         """Begin the stage's row of the schedule with the next mini-batch."""
-        self.taken = w.step * self._pieces(w, w.batch_size)
+        self.taken = w.step * pieces(self, len(w.workers), w.batch_size)
         first, row = self.taken, self.schedule(len(w.workers))[self.index]
         self.row = (action._replace(m=first + action.m) for action in row)
         self.action = next(self.row)
@@ -168,7 +168,7 @@ class Streaming(Strategy):
     def _take_in(self, w: Worker, batch: Batch) -> None:
         """Divide a mini-batch into pieces."""
         samples, before = len(batch[0]), w.step * w.batch_size
-        count = self._pieces(w, samples)
+        count = pieces(self, len(w.workers), samples)
         refuse_unless(samples >= count, "the number of samples", samples, f">= {count}, the number of micro-batches")
         for fields in zip(*(field.tensor_split(count) for field in batch), strict=True):
             part = len(fields[0]) / samples
@@ -176,10 +176,6 @@ class Streaming(Strategy):
             self.in_flight[self.taken] = MicroBatch(fields, before, share, rate)
             self.taken += 1
             before += len(fields[0]) if self.fills else 0
-
-    def _pieces(self, w: Worker, samples: int) -> int:
-        """Into how many pieces a mini-batch is divided: of two samples at least, as BatchNorm needs."""
-        return max(1, min(2 * len(w.workers) - 1, samples // 2)) if self.fills else self.micro_batches
 
     def _run(self, w: Worker, until: str) -> None:
         """Run the actions of what was taken in, up to the first pass of this kind of what was not."""
@@ -274,3 +270,8 @@ class Streaming(Strategy):
     def declared_state(self, w: Worker) -> StateParts:
         """The state of the rule and of the versions, divided over the stages; a resumed run may have other stages."""
         return self.weights.state()
+
+
+def pieces(strategy: Streaming, workers: int, samples: int) -> int:
+    """Into how many pieces a mini-batch is divided: of two samples at least, as BatchNorm needs."""
+    return max(1, min(2 * workers - 1, samples // 2)) if strategy.fills else strategy.micro_batches
