@@ -21,7 +21,7 @@ from manyhands.core.stage import Keep
 from manyhands.core.task import Task
 from manyhands.core.weight_products import layers_apart
 from manyhands.core.work_counter import example
-from manyhands.splits.cutting import CutStage
+from manyhands.splits.cut_stage import CutStage
 from manyhands.splits.schedules.timeline import Action
 
 FEW, MORE = 2, 4
@@ -76,7 +76,7 @@ def kept_by_stages(task: Task, stages: Sequence[nn.Module], *, splits: bool) -> 
 def _measured(task: Task, stages: Sequence[nn.Module], samples: int, splits: bool) -> list[PassBytes]:
     fields = example(task.data, "meta" if task.sizes_only else None, samples)
     found = []
-    received: list[Tensor | None] = [] if isinstance(stages[0], CutStage) else [fields[0]]
+    received: list[Tensor | None] = []
     for number, stage in enumerate(stages):
         kept, received = _pass(task, stage, fields, received, number == len(stages) - 1, splits)
         found.append(kept)
@@ -90,16 +90,15 @@ def _pass(
     meter = ActivationMeter()
     meter.on = True
     with torch.enable_grad(), _noting(stage) as calls, meter.saving("pass", stage.parameters()):
-        if isinstance(stage, CutStage):
-            out = stage(fields if task.loss is None else fields[:-1], received)
-        else:
-            out = stage(*received)
+        inputs = fields if task.loss is None else fields[:-1]
+        out = stage(inputs, received) if isinstance(stage, CutStage) else stage(*(received or inputs))
         if is_last and task.loss is not None:
             out = task.loss(out, fields[-1])
     sent = list(out) if isinstance(out, tuple) else [out]
-    meter.keep("pass", *_tensors(received), *_tensors(sent))
-    inputs = sum(x.nbytes for x in _tensors(received))
-    kept = PassBytes(inputs, meter.now, _between(calls, received, sent) if splits else 0)
+    given = _tensors(received or inputs)
+    meter.keep("pass", *given, *_tensors(sent))
+    between = _between(calls, given, sent) if splits else 0
+    kept = PassBytes(sum(x.nbytes for x in given), meter.now, between)
     return kept, [x if x is None else x.detach().requires_grad_(x.requires_grad) for x in sent]
 
 

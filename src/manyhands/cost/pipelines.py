@@ -98,11 +98,11 @@ def pipeline_cost(task: Task, plan: PipelinePlan, batch_size: int | None = None)
     if task.gradient is not None:
         raise Refused("a pipeline needs a task with a loss function, but this one computes its gradient itself")
     model = task.build(0)
-    by_rank = plan.stages(model)
+    by_rank = plan.divide(model)
     stages = [by_rank[s % plan.ranks][s // plan.ranks] for s in range(sum(map(len, by_rank)))]
     sizes = [len(piece) for piece in torch.arange(samples).tensor_split(count)]
-    keep, work = plan.keep(stages[0]), [share_of(model, stage) for stage in stages]
-    rows, seconds, spent = _mini_batch(plan, count, _duration(work, sizes, keep))
+    work = [share_of(model, stage) for stage in stages]
+    rows, seconds, spent = _mini_batch(plan, count, _duration(work, sizes, plan.keep))
     kept, versions = kept_by_stages(task, stages, splits=plan.splits), version_bytes(plan, rows)
     ranks = [
         RankCost(
@@ -112,7 +112,7 @@ def pipeline_cost(task: Task, plan: PipelinePlan, batch_size: int | None = None)
             work=sum(work[s].total for s in range(rank, len(stages), plan.ranks)),
             **_bytes(own, versions[rank]),
             in_flight=in_flight(rows[rank]),
-            activations=most_kept(rows[rank], kept, sizes, keep),
+            activations=most_kept(rows[rank], kept, sizes, plan.keep),
             idle=_idle(spent[rank], seconds),
         )
         for rank, own in enumerate(by_rank)

@@ -5,7 +5,7 @@ Of a method that divides a model into stages, by itself (streaming.py) or by its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,8 +15,8 @@ from manyhands.core.param_groups import rule_of
 from manyhands.core.rule import Rule
 from manyhands.core.stage import Keep
 from manyhands.core.strategy import Strategy
-from manyhands.splits.layers import stages
-from manyhands.splits.piped import Piped, kept_by, rows_of
+from manyhands.splits.cuts import parted
+from manyhands.splits.piped import Piped, keep_of, rows_of
 from manyhands.splits.schedules import Rows, finite
 from manyhands.splits.versions import StageWeights, Versions
 from manyhands.strategies.allreduce import AllReduce
@@ -33,8 +33,8 @@ class PipelinePlan:
         flushes: whether the pipeline is empty after each mini-batch.
         rows: the rows for so many micro-batches; of one that flushes those of a mini-batch.
         pieces: into how many micro-batches a mini-batch of so many samples is divided.
-        part: what the rank with this index has of a model; of several stages a list.
-        keep: what is kept of a forward pass with this part.
+        divide: the stages of each rank.
+        keep: what is kept of a forward pass.
         splits: whether its backward passes are I and W.
         policy: which weights the passes see.
         every: micro-batches per update.
@@ -45,17 +45,12 @@ class PipelinePlan:
     flushes: bool
     rows: Callable[[int], Rows]
     pieces: Callable[[int], int]
-    part: Callable[[nn.Module, int], nn.Module]
-    keep: Callable[[nn.Module], Keep]
+    divide: Callable[[nn.Module], list[Sequence[nn.Module]]]
+    keep: Keep
     splits: bool = False
     policy: Callable[[StageWeights], Versions] = Versions
     every: int = 1
     rule: Rule | None = None
-
-    def stages(self, model: nn.Module) -> list[list[nn.Module]]:
-        """The stages of each rank."""
-        parts = [self.part(model, index) for index in range(self.ranks)]
-        return [list(part) if isinstance(part, nn.ModuleList) else [part] for part in parts]
 
 
 def pipeline_plan(strategy: Strategy, workers: int) -> PipelinePlan | None:
@@ -74,8 +69,8 @@ def _of_stream(strategy: Streaming, workers: int) -> PipelinePlan:
         flushes=False,
         rows=lambda count: finite(strategy.schedule(workers), count),
         pieces=partial(pieces, strategy, workers),
-        part=lambda model, index: stages(model, workers)[index],
-        keep=lambda _: strategy.keeps,
+        divide=lambda model: [[stage] for stage in strategy.cuts.stages(model, workers)],
+        keep=strategy.keeps,
         policy=strategy.versions,
         every=strategy.micro_batches,
         rule=strategy.rule,
@@ -88,8 +83,8 @@ def _of_team(team: Piped, size: int, rule: Rule | None) -> PipelinePlan:
         flushes=True,
         rows=lambda _: rows_of(team, size),
         pieces=lambda _: team.micro_batches,
-        part=lambda model, index: team.part(model, index, size),
-        keep=partial(kept_by, team),
+        divide=lambda model: [parted(team.part(model, index, size)) for index in range(size)],
+        keep=keep_of(team),
         splits=team.schedule == "zero-bubble",
         rule=rule,
     )
