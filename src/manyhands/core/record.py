@@ -48,6 +48,7 @@ class HeaderLine(TypedDict):
     remarks: list[str]
     participants: list[dict[str, Any]]
     made: dict[str, Any]
+    schedule: NotRequired[str]
 
 
 class StepLine(TypedDict):

@@ -26,7 +26,7 @@ from manyhands.core.task import Task
 from manyhands.core.work import Work, share_of
 from manyhands.cost.kept import kept_by_stages, most_kept
 from manyhands.cost.versions import VersionBytes, version_bytes
-from manyhands.splits.schedules import Rows, busy, in_flight, length
+from manyhands.splits.schedules import Rows, busy, in_flight, length, steady_seconds
 from manyhands.splits.schedules.timeline import Action, Duration
 from manyhands.strategies.pipeline_plan import PipelinePlan
 
@@ -137,17 +137,14 @@ def _duration(work: Sequence[Work], sizes: Sequence[int], keep: Keep) -> Duratio
 
 
 def _mini_batch(plan: PipelinePlan, count: int, duration: Duration) -> tuple[Rows, float, list[float]]:
-    """Rows, how long a mini-batch takes, and how long each rank computes for it.
-
-    Of a pipeline that streams, once it is full: that is after 2K - 1 mini-batches, and rounds have as many.
-    """
+    """Rows, how long a mini-batch takes, and how long each rank computes for it; of a stream, once it is full."""
     if plan.flushes:
         rows = plan.rows(count)
         return rows, length(rows, duration), [busy([row], duration) for row in rows]
-    half = 2 * (2 * plan.ranks - 1)
-    rows = plan.rows(2 * half * count)
-    seconds = (length(rows, duration) - length(plan.rows(half * count), duration)) / half
-    return rows, seconds, [busy([row], duration) / (2 * half) for row in rows]
+    whole = 4 * plan.ranks
+    rows = plan.rows(whole * count)
+    seconds = steady_seconds(plan.rows, plan.ranks, duration, count)
+    return rows, seconds, [busy([row], duration) / whole for row in rows]
 
 
 def _bytes(stages: Iterable[nn.Module], versions: VersionBytes) -> dict[str, Any]:

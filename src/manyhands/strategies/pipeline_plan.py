@@ -17,11 +17,16 @@ from manyhands.core.stage import Keep
 from manyhands.core.strategy import Strategy
 from manyhands.splits.cuts import parted
 from manyhands.splits.piped import Piped, keep_of, rows_of
-from manyhands.splits.schedules import Rows, finite
+from manyhands.splits.schedules import Rows, finite, picture
 from manyhands.splits.versions import StageWeights, Versions
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
 from manyhands.strategies.streaming import Streaming, pieces
+
+WIDTH = 120
+"""The columns of a drawing in a report."""
+MOST_DRAWN = 400
+"""Micro-batches on all ranks: a drawing of more would not be read."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +93,15 @@ def _of_team(team: Piped, size: int, rule: Rule | None) -> PipelinePlan:
         splits=team.schedule == "zero-bubble",
         rule=rule,
     )
+
+
+def drawn_schedule(strategy: Strategy, workers: int, samples: int) -> dict[str, str]:
+    """The picture of the rows for the header of a record, if it is not too large: of a stream 2K - 1 mini-batches."""
+    plan = pipeline_plan(strategy, workers)
+    if plan is None or plan.ranks == 1:
+        return {}
+    count = plan.pieces(samples)
+    passes = plan.ranks * count * (1 if plan.flushes else 2 * plan.ranks - 1)
+    if passes > MOST_DRAWN:
+        return {}
+    return {"schedule": picture(plan.rows(passes // plan.ranks), WIDTH)}

@@ -5,7 +5,7 @@ Those that flush are NAME(K, M); those that stream are NAME(K), without an end.
 
 from manyhands.splits.schedules.alternating import alternating
 from manyhands.splits.schedules.decoupled import decoupled
-from manyhands.splits.schedules.endless import EndlessRows, EndlessSchedule, finite
+from manyhands.splits.schedules.endless import EndlessRows, EndlessSchedule, finite, steady_seconds
 from manyhands.splits.schedules.figure5 import figure5
 from manyhands.splits.schedules.gpipe import gpipe
 from manyhands.splits.schedules.interleaved import interleaved
@@ -47,6 +47,7 @@ __all__ = [
     "picture",
     "rounds",
     "staleness",
+    "steady_seconds",
     "timeline",
     "zero_bubble",
 ]

@@ -144,12 +144,23 @@ def staleness(row: Sequence[Action]) -> list[int]:
     return [stale[key] for key in sorted(stale)]
 
 
-def picture(rows: Rows) -> str:
-    """The schedule as a table of ranks and time slots, one pass per slot; ' marks the second stage of a rank."""
+def picture(rows: Rows, width: int | None = None) -> str:
+    """The schedule as a table of ranks and time slots, one pass per slot; ' marks the second stage of a rank.
+
+    It is continued below after so many columns.
+    """
     timed = [one for one in timeline(rows) if one.action.op in SLOT]
     cells = [["."] * (1 + max(round(one.start) for one in timed)) for _ in rows]
     for start, rank, (op, m, stage) in timed:
         cells[rank][round(start)] = f"{op}{m}{chr(39) * (stage // len(rows))}"
-    width = max(len(cell) for line in cells for cell in line)
-    lines = (f"s{rank} " + " ".join(cell.ljust(width) for cell in line) for rank, line in enumerate(cells))
-    return "\n".join(line.rstrip() for line in lines)
+    size, heads = max(len(cell) for line in cells for cell in line), [f"s{rank}" for rank in range(len(rows))]
+    head = max(map(len, heads))
+    most = len(cells[0]) if width is None else max(1, (width - head) // (size + 1))
+    blocks = [
+        "\n".join(
+            " ".join([name.ljust(head), *(cell.ljust(size) for cell in line[first : first + most])]).rstrip()
+            for name, line in zip(heads, cells, strict=True)
+        )
+        for first in range(0, len(cells[0]), most)
+    ]
+    return "\n\n".join(blocks)
