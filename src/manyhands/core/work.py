@@ -12,7 +12,7 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -159,6 +159,11 @@ def share_of(model: nn.Module, part: nn.Module) -> Work:
     """What a part of a model has of the work of both passes."""
     inside = {id(module) for module in part.modules()}
     return work_of(model).share(name for name, module in model.named_modules() if id(module) in inside)
+
+
+def note_example(model: nn.Module, example: Sequence[Any]) -> None:
+    """For a model that no task has built: inputs for a few samples."""
+    vars(model)[WorkSource.NAME] = WorkSource(example=lambda: tuple(example))
 
 
 def work_of(model: nn.Module) -> ModelWork:
