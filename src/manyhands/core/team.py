@@ -59,9 +59,9 @@ def team_size(strategy: Strategy, transport: Transport) -> int:
 def release_untrained(w: Worker) -> None:
     """Free the memory of the parameters that other ranks train; their names and shapes remain, each a view of one NaN.
 
-    So that reading them by mistake is noticed.
+    So that reading them by mistake is noticed. A model of sizes only has no memory.
     """
-    if w.trained is w.model:
+    if w.trained is w.model or w.task.sizes_only:
         return
     own = {id(p) for p in w.trained.parameters()}
     for p in w.model.parameters():

@@ -115,7 +115,8 @@ class Piped:
 
     def gradient(self, w: Worker, batch: Batch, origin: Origin) -> float:
         """Play this rank's row; the loss is the mean over all samples, on every member."""
-        samples, M = len(batch[0]), self.micro_batches
+        batch, M = w.sized(batch), self.micro_batches
+        samples = len(batch[0])
         refuse_unless(samples >= M, "the number of samples", samples, f">= {M}")
         chunks = list(zip(*(field.tensor_split(M) for field in batch), strict=True))
         rank, step, key = origin

@@ -27,6 +27,7 @@ from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.errors import Refused
 from manyhands.core.port import Message, Meta, Tag, Transport, recv
 from manyhands.core.stage import Keep, Stage, Values
+from manyhands.core.stage_sizes import StageSizes
 from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
 from manyhands.splits.cut_stage import CutStage
@@ -67,14 +68,15 @@ class StagePasses:
     ) -> None:
         is_cut = isinstance(module, CutStage)
         has_loss = w.task.loss is not None or (is_cut and w.task.gradient is None)
-        if not has_loss or w.task.sizes_only:
-            raise Refused("a pipeline needs a task with a loss function and real data")
+        if not has_loss:
+            raise Refused("a pipeline needs a task with a loss function")
         self._w = w
         self._members = members
         self.index = members.rank if index is None else index
         self.last = (members.size if stages is None else stages) - 1
         compute = module if is_cut else partial(_through_layers, module)
-        self.stage = Stage(w, module, compute, splits=splits, meter=meter)
+        kind = StageSizes if w.task.sizes_only else Stage
+        self.stage = kind(w, module, compute, splits=splits, meter=meter)
         self._before, self._after = ((self.index + step) % members.size for step in (-1, 1))
         self._activation, self._error = (channel(tag, self.index, depth) for tag in (ACTIVATION, ERROR))
         self._next_activation = channel(ACTIVATION, self.index + 1, depth)

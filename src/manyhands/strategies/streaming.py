@@ -169,7 +169,8 @@ class Streaming(Strategy):
 
     def _take_in(self, w: Worker, batch: Batch) -> None:
         """Divide a mini-batch into pieces."""
-        samples, before = len(batch[0]), w.step * w.batch_size
+        batch, before = w.sized(batch), w.step * w.batch_size
+        samples = len(batch[0])
         count = pieces(self, len(w.workers), samples)
         refuse_unless(samples >= count, "the number of samples", samples, f">= {count}, the number of micro-batches")
         for fields in zip(*(x.tensor_split(count) for x in batch), strict=True):
