@@ -26,7 +26,7 @@ MAY_IMPORT = {
     **{part: {"core", "codecs", "rules", "consistency"} for part in TALK},
     "virtual": {"core"},
     "tasks": {"core"},
-    "cost": {"core"},
+    "cost": {"core", "splits", "strategies"},
     "report": {"core", "__version__"},
     "strategies": {"core", *PARTS, *TALK},
     "catalog": METHODS,

@@ -58,3 +58,35 @@ def test_refusals(capsys):
 def test_help_has_examples(capsys):
     assert main(["cost", "--help"]) == 0
     assert "manyhands cost alexnet --json" in capsys.readouterr().out
+
+
+def test_the_ranks_of_a_pipeline(capsys):
+    assert main(["cost", "digits", "--method", "pipedream", "--workers", "3"]) == 0
+    out = capsys.readouterr().out
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert "0 0 8,320 17.8 % 66.7 % 33.3 kB 33.3 kB 0 B 3: 99.8 kB 3: 73.7 kB 240 kB" in rows
+    assert "pipedream on digits: mini-batches of 32 samples in one piece." in out
+    assert "Its ranks are idle 37.6 % of the time, so that it is 1.87 times as fast as one worker" in out
+
+
+def test_the_ranks_of_a_pipeline_as_one_object(capsys):
+    words = ["cost", "digits", "--method", "gpipe:micro_batches=2", "--workers", "2", "--batch-size", "8", "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["task"], found["method"], found["workers"]) == ("digits", "gpipe:micro_batches=2", 2)
+    assert (found["batch_size"], found["micro_batches"]) == (8, 2)
+    first = found["ranks"][0]
+    kinds = ("weights", "gradient", "optimizer", "version_bytes", "activations")
+    assert first["total"] == sum(first[kind] for kind in kinds) and first["in_flight"] == 2 and first["versions"] == 1
+
+
+def test_what_has_no_ranks_to_predict_is_refused(capsys):
+    for words, message in (
+        (["--method", "bsp"], "bsp divides no model among its workers"),
+        (["--method", "gpipe", "--workers", "5"], "the number of stages is 5, but must be <= 4"),
+        (["--method", "pipedream-2bw:micro_batches=2"], "micro_batches is 2, but must be >= 3"),
+        (["--workers", "2"], "workers is 2, but must be left out without --method"),
+        (["--method", "gpipe", "--workers", "0"], "workers is 0, but must be >= 1"),
+    ):
+        assert main(["cost", "digits", *words]) == 2
+        assert message in capsys.readouterr().err

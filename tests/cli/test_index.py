@@ -155,19 +155,37 @@ def test_the_command_line_does_not_import_torch():
     assert run.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("name", ["gpipe", "one-f-one-b", "interleaved", "zero-bubble"])
+PIPELINES = [method.name for method in methods().values() if method.family == "pipelines"]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
 def test_explain_draws_the_schedule_that_the_method_plays(name, capsys):
     from manyhands import catalog
     from manyhands.cli.explain import show
     from manyhands.splits import schedules
+    from manyhands.strategies.pipeline_plan import pipeline_plan
 
     method = methods()[name]
-    team = getattr(catalog, method.function)().team
-    pictures = [schedules.picture(getattr(schedules, team.schedule.replace("-", "_"))(4, m)) for m in (4, 8)]
-    assert [one["picture"] for one in facts(method)["pictures"]] == pictures
+    strategy = getattr(catalog, method.function)()
+    plan = pipeline_plan(strategy, 4)
+    if plan.flushes:
+        rows = [getattr(schedules, strategy.team.schedule.replace("-", "_"))(4, m) for m in (4, 8)]
+    else:
+        rows = [plan.rows(7)]
+    assert [one["picture"] for one in facts(method)["pictures"]] == [schedules.picture(one, 80) for one in rows]
     show(method, traits_of(method))
     printed = capsys.readouterr().out
-    assert all(picture in printed for picture in pictures)
+    for one in facts(method)["pictures"]:
+        assert one["picture"] in printed
+        assert max(map(len, [one["title"], *one["picture"].splitlines()])) <= 80
+
+
+def test_explain_says_how_long_ranks_are_idle():
+    """tF = 1, tB = 2: a mini-batch of 1F1B takes 3 on each rank, one of DDG K tF + tB = 6."""
+    titles = {name: facts(methods()[name])["pictures"][-1]["title"] for name in ("gpipe", "pipedream", "ddg")}
+    assert titles["gpipe"] == "4 workers, 8 micro-batches: 27 % idle if B takes two F"
+    assert titles["pipedream"] == "4 workers, 7 mini-batches, then a pause: 0 % idle when full, if B takes two F"
+    assert "50 % idle when full" in titles["ddg"]
 
 
 def test_explain_draws_nothing_for_a_method_without_a_schedule():

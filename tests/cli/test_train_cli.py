@@ -13,7 +13,7 @@ COMMAND = [sys.executable, "-m", "manyhands.cli"]
 FIELDS = {
     *("method", "world", "workers", "servers", "steps", "seconds", "wall_seconds", "samples_per_second", "final_loss"),
     *("test_accuracy", "bytes_sent", "lag", "mean_lag", "max_lag", "dropped", "dropped_mean_lag", "mean_apart"),
-    *("max_apart", "max_ahead", "waited_seconds", "weights_sha256", "record", "task"),
+    *("max_apart", "max_ahead", "waited_seconds", "memory", "weights_sha256", "record", "task"),
     *("seed", "lost", "link", "stopped_at"),
 }
 

@@ -17,7 +17,7 @@ from manyhands.core.vector_ops import UNCHARGED
 from manyhands.rules import Sgd
 from manyhands.splits import schedules, versions
 from manyhands.splits.schedules import bubble, finite, in_flight, makespan, picture, staleness, timeline
-from manyhands.splits.schedules.timeline import seconds_of
+from manyhands.splits.schedules.timeline import lasting
 from manyhands.splits.versions import Copies, Double, Predicted, StageWeights, Versions
 
 MODULES = modules(schedules)
@@ -99,11 +99,11 @@ def test_every_micro_batch_has_one_forward_and_one_backward_pass_on_every_stage(
 @sizes
 @pytest.mark.parametrize("backward", [1, 2])
 def test_no_rank_waits_forever_and_no_pass_begins_before_its_inputs(name, ranks, micro_batches, backward):
-    rows, seconds = rows_of(name, ranks, micro_batches), seconds_of(1, backward)
+    rows, seconds = rows_of(name, ranks, micro_batches), lasting(1, backward)
     timed = timeline(rows, seconds)
     assert len(timed) == sum(map(len, rows))
     start = {one.action: one.start for one in timed}
-    end = {action: begin + seconds.get(action.op, 0) for action, begin in start.items()}
+    end = {action: begin + seconds(action) for action, begin in start.items()}
     for op, m, s in start:
         if op == "F" and s:
             assert start[op, m, s] >= end["F", m, s - 1]
@@ -120,7 +120,7 @@ def test_no_rank_waits_forever_and_no_pass_begins_before_its_inputs(name, ranks,
 @sizes
 def test_the_bubble_is_the_idle_share_and_no_rank_stores_more_than_all(name, ranks, micro_batches):
     rows = rows_of(name, ranks, micro_batches)
-    busy = sum(seconds_of().get(action.op, 0) for action in rows[0])
+    busy = sum(lasting()(action) for action in rows[0])
     assert 0 <= bubble(rows) < 1
     assert bubble(rows) == pytest.approx(1 - busy / makespan(rows))
     assert all(1 <= in_flight(row) <= sum(action.op == "F" for action in row) for row in rows)

@@ -1,5 +1,7 @@
 """The bytes a rank keeps: each storage once, however many tensors share it, and nothing of other ranks."""
 
+import re
+
 import torch
 from torch import nn
 
@@ -46,6 +48,30 @@ def test_rules_and_codecs_with_state_take_more():
 def test_a_stage_of_a_pipeline_keeps_its_own_part():
     whole = footprints(mh.bsp(), workers=4)[0]
     assert all(stage < whole for stage in footprints(mh.gpipe(), workers=4).values())
+
+
+def test_the_record_says_what_the_memory_of_a_rank_is_for():
+    def lines(method):
+        return mh.train("digits", method, cluster=mh.Cluster(workers=4), steps=16).memory
+
+    momentum = mh.rules.Momentum(0.1)
+    for method in (mh.bsp(rule=momentum), mh.gpipe(rule=momentum), mh.pipedream(rule=momentum)):
+        for line in lines(method):
+            weights, parameters = line["weights"], line["gradient"] - line["weights"]
+            assert line["optimizer"] == weights and 0 < parameters <= 4 * 8, "and a touch count for each"
+            assert line["bytes"] >= 3 * weights
+    copies = lines(mh.weight_copies(rule=momentum))
+    assert all(line["optimizer"] == line["version_bytes"] == 7 * line["weights"] for line in copies), "one of each"
+    assert all(line["bytes"] - 16 * line["weights"] < 100 for line in copies), "and the live weights, the gradient"
+    assert [line["versions"] for line in copies] == [7] * 4
+    result = mh.train("digits", mh.pipedream(), cluster=mh.Cluster(workers=4), steps=16)
+    stashed = result.memory
+    assert [line["held"] for line in stashed] == list(range(4))
+    assert re.search(
+        r"132 kB of a rank, in flight 198 kB of other versions of the weights and 147 kB", result._repr_html_()
+    )
+    assert [line["version_bytes"] // line["weights"] for line in stashed] == [4, 3, 2, 1], "the live weights are apart"
+    assert all(line["activations"] > 0 for line in [*copies, *stashed])
 
 
 def test_the_record_has_the_activations_of_a_pipeline_and_unknown_for_other_methods():

@@ -134,6 +134,19 @@ def test_2bw_is_sgd_with_the_weights_of_one_update_ago(workers, micro_batches):
         assert torch.allclose(found, expected, rtol=0, atol=1e-13)
 
 
+def test_pieces_of_different_sizes_count_by_their_samples():
+    """Ten samples in four pieces, of 3, 3, 2 and 2: the mean over all samples, not the mean of the means."""
+    task = deep(samples=40, batch_size=10)
+    share, model = Share(task.data, 0, 1, 10, seed=0), task.build(0)
+    start = [p.detach().clone() for p in model.parameters()]
+    x, y = share.next_batch()
+    result = trained(mh.pipedream_2bw(4, lr=0.1), task, 3, 1)
+    means = gradients(model, list(zip(x.tensor_split(4), y.tensor_split(4), strict=True)))
+    for found, w, g, mean in zip(result.weights.values(), start, gradients(model, [(x, y)]), means, strict=True):
+        assert torch.allclose(found, w - 0.1 * g, rtol=0, atol=1e-14)
+        assert not torch.allclose(found, w - 0.1 * mean, rtol=0, atol=1e-6)
+
+
 def test_the_row_of_2bw():
     rows = rows_of(mh.pipedream_2bw(1, lr=0.1), chain(2), 2, 5)
     assert rows == [pytest.approx([1, 0.9, 0.8, 0.7271, 0.6759, 0.63746], abs=1e-6)] * 2
@@ -352,7 +365,9 @@ def test_how_many_versions_are_kept(digits64, method):
     mh.train(digits64, probed(make(), forward=note), cluster=mh.Cluster(workers=4), steps=14)
     assert [kept[s] for s in range(4)] == expected
     between = method == "vertical sync"  # an update has been made, and the oldest version may still be asked for
-    assert all(line["versions"] <= expected[line["rank"]] + between for line in result.records if "versions" in line)
+    steps, memory = (result.to_pandas(kind) for kind in ("step", "memory"))
+    assert all(steps["versions"] <= [expected[rank] + between for rank in steps["rank"]])
+    assert memory.sort_values("held")["versions"].tolist() == expected
     forward = [7, 5, 3, 1] if method in ("copies", "pipelined-backprop") else [4, 3, 2, 1]
     assert [flying[s] for s in range(4)] == forward
 
@@ -434,6 +449,33 @@ def test_small_pieces_move_as_far_as_the_whole_batch_for_a_constant_gradient():
     task = mh.Task(lambda: nn.Sequential(Shift(), Shift(), Shift()), data, lambda out, y: out.mean(), batch_size=8)
     result = trained(mh.small_batch_pipeline(lr=0.1), task, 3, 4)
     assert [x.item() for x in result.weights.values()] == pytest.approx([-0.4] * 3)
+
+
+@pytest.mark.parametrize("method", [name for name in EVERY if name not in ("small-batch-pipeline", "2bw")])
+def test_running_statistics_follow_the_order_of_the_mini_batches(method):
+    """They belong to no version of the weights: if nothing moves they are those of plain forward passes, each once."""
+
+    def model():
+        return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 5), nn.Linear(5, 5)).double()
+
+    data = deep(batch_size=6)
+    task = mh.Task(model, data.data, data.loss, batch_size=6)
+    share, plain = Share(task.data, 0, 1, 6, seed=0), task.build(0)
+    for _ in range(9):
+        plain(share.next_batch()[0])
+    result = trained(EVERY[method](rule=Sgd(1e-300)), task, 3, 9)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(result.buffers[name], buffer), name
+
+
+@every
+def test_a_stage_of_a_stream_keeps_its_own_part_only(digits64, method):
+    """Its weights, gradient and versions; the rest of the model is freed."""
+    result = trained(EVERY[method](rule=Sgd(0.1)), digits64, 3, 13)
+    sizes = [w.nbytes for w in result.weights.values()]
+    assert sum(line["weights"] for line in result.memory) == sum(sizes)
+    for line in result.memory:
+        assert line["bytes"] <= 1.1 * (line["weights"] + line["gradient"] + line["version_bytes"])
 
 
 @every

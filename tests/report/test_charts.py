@@ -5,6 +5,7 @@ import pytest
 
 from manyhands.report.chart import number, thin
 from manyhands.report.charts.curves import curves
+from manyhands.report.charts.memory import NAMES, memory
 from manyhands.report.charts.pareto import front, pareto
 from manyhands.report.charts.staleness import staleness
 from manyhands.report.charts.stragglers import stragglers
@@ -46,6 +47,23 @@ def test_curves_are_those_of_the_measures():
             assert trace["x"] == pytest.approx(getattr(curve, name), rel=1e-5)
             assert trace["y"] == pytest.approx(curve.values, rel=1e-5)
     assert view.figure["layout"]["xaxis"]["title"]["text"] == "bytes sent"
+
+
+def test_memory_is_drawn_by_purpose():
+    kept = {"weights": 4000, "gradient": 4100, "optimizer": 8000, "bytes": 16_200}
+    flying = {"versions": 3, "version_bytes": 8000, "activations": 500}
+    run, other = made(method="pipedream"), made(method="old")
+    for rank in run.memory_lines:
+        run.memory_lines[rank] = {"held": rank, **kept, **flying, "bytes": kept["bytes"] + 10 * rank}
+    chart = memory(section_of(run, other))
+    assert [view.label for view in chart.views][:2] == ["all methods", "pipedream, seed 0"]
+    rows = {(shown, bar): sizes for shown, bar, *sizes in chart.table.rows()}
+    assert rows["pipedream, seed 0", "rank 0"] == [4000, 4100, 8000, 8000, 500, 0], "other versions are gone at the end"
+    last = max(other.memory)
+    assert rows["all methods", "old"] == [0, 0, 0, 0, 0, other.memory[last]], "all of an older record is the rest"
+    for trace, name in zip(chart.views[0].figure["data"], NAMES, strict=True):
+        assert trace["name"] == name and trace["x"][0] == rows["all methods", "pipedream"][NAMES.index(name)]
+    assert "pipedream 24.6 kB" in chart.summary
 
 
 def test_one_seed_of_each_method_is_bold():

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+import manyhands as mh
 from manyhands.core.errors import Refused
 from manyhands.report.html import _library
 from manyhands.report.measures import Target, parse_target
@@ -17,7 +18,7 @@ from manyhands.report.pictures import NoPictures
 from manyhands.report.reading import of_lines, read, records
 from synthetic_runs import failed, lines, made
 
-CHARTS = ("curves", "pareto", "spent", "staleness", "stragglers", "timeline")
+CHARTS = ("curves", "memory", "pareto", "spent", "staleness", "stragglers", "timeline")
 
 
 class Page(HTMLParser):
@@ -65,6 +66,22 @@ def test_a_report_is_complete(tmp_path):
     assert len(set(shown.ids)) == len(shown.ids)
     for link in re.findall(r'href="((?:data/|trace)[^"]+)"', own(page)):
         assert (tmp_path / "out" / link).is_file()
+
+
+def test_the_schedules_of_pipelines_are_drawn(tmp_path):
+    def run(strategy, name):
+        return of_lines(
+            mh.train("digits", strategy, cluster=mh.Cluster(workers=2), steps=2, out=tmp_path / name).records
+        )
+
+    page = write_report([run(mh.gpipe(micro_batches=2), "gpipe"), run(mh.pipedream(), "pipedream"), made()], tmp_path)
+    shown = Page(own(page)).text
+    assert "s0 F0 F1 .  .  B0 B1\ns1 .  F0 F1 B0 B1 ." in shown
+    assert "s0 F0 F1 .  B0 F2 B1 .  B2\ns1 .  F0 B0 F1 B1 F2 B2 ." in shown
+    assert "Schedules" not in Page(own(write_report([made()], tmp_path))).text
+    wide = run(mh.one_f_one_b(micro_batches=32), "wide").header["schedule"]
+    assert max(map(len, wide.splitlines())) <= 120 and "B31" in wide
+    assert "schedule" not in run(mh.bsp(), "bsp").header and "schedule" not in made().header
 
 
 def test_csv_files_hold_the_curves(tmp_path):

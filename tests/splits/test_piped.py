@@ -100,6 +100,21 @@ def test_micro_batches_of_different_sizes_count_by_their_samples(schedule):
         assert torch.allclose(found[0, name], p.grad, rtol=0, atol=1e-12)
 
 
+def test_statistics_of_a_batch_are_those_of_a_micro_batch():
+    """BatchNorm: one micro-batch is one process on the whole mini-batch; four are the mean of four smaller ones."""
+    of = task(MODULES["batch norm"])
+    x, y = of.data.tensors
+    for count in (1, 4):
+        plain, whole = of.build(0), of.build(0)
+        for part in zip(x.tensor_split(count), y.tensor_split(count), strict=True):
+            (of.loss_of(plain, part) / count).backward()
+        of.loss_of(whole, (x, y)).backward()
+        found, _ = together(Piped(micro_batches=count), of)
+        assert all(torch.allclose(found[0, name], p.grad, rtol=0, atol=1e-12) for name, p in plain.named_parameters())
+        first, other = (next(model.parameters()).grad for model in (plain, whole))
+        assert torch.allclose(first, other, rtol=0, atol=1e-6) == (count == 1)
+
+
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_products_of_large_layers_are_the_gradients_of_autograd(name, schedule, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from manyhands.core.errors import Refused
 from manyhands.splits import schedules
+from manyhands.splits.schedules.timeline import lasting
 
 BUBBLES = {(4, 4): 0.4286, (4, 8): 0.2727, (2, 4): 0.2, (4, 1): 0.75, (3, 5): 0.2857}
 
@@ -53,3 +54,20 @@ def test_how_many_micro_batches_are_in_flight(stages, micro_batches):
 def test_weights_are_stale_by_the_distance_to_the_end_after_a_ramp():
     for s, row in enumerate(schedules.one_f_one_b(4, 10)):
         assert schedules.staleness(row) == [min(m, 3 - s) for m in range(10)]
+
+
+def test_a_wide_picture_is_continued_below():
+    rows = schedules.one_f_one_b(3, 12)
+    whole, narrow = schedules.picture(rows), schedules.picture(rows, 40)
+    assert max(map(len, narrow.splitlines())) <= 40 < max(map(len, whole.splitlines()))
+    blocks = [block.splitlines() for block in narrow.split("\n\n")]
+    for rank, line in enumerate(whole.splitlines()):
+        assert line.split()[1:] == [cell for block in blocks for cell in block[rank].split()[1:]]
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("alternating", 3), ("figure5", 3), ("decoupled", 4 + 2)])
+def test_a_mini_batch_of_a_full_stream(name, seconds):
+    def rows(count):
+        return schedules.finite(getattr(schedules, name)(4), count)
+
+    assert schedules.steady_seconds(rows, 4, lasting(backward=2)) == seconds

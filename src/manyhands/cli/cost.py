@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from manyhands.cli import cost_pipeline
+from manyhands.cli.drawing import RANKS
 from manyhands.cli.options import option
 from manyhands.cli.output import console, print_json, print_table
 from manyhands.cli.usage import parse
@@ -16,6 +18,7 @@ from manyhands.core.errors import refuse_unless
 from manyhands.report.theme import amount_text, bytes_text, count_text, share_text
 
 if TYPE_CHECKING:
+    from manyhands.core.task import Task
     from manyhands.cost.layers import LayerCost, ModelCost
 
 ABOUT = """What a step of training costs: parameters, work, storage and parallelism of each layer of a task's model.
@@ -28,7 +31,12 @@ examples:
   manyhands cost vgg16
   manyhands cost alexnet --json
   manyhands cost mnist --data path/to/mnist --batch-size 128
-  manyhands cost my_module:my_task"""
+  manyhands cost my_module:my_task
+  manyhands cost cnn --method pipedream --workers 4
+  manyhands cost digits --method 'gpipe:micro_batches=8' --workers 2 --json
+
+With --method, a pipeline: for each rank its share of the work and the time in which it waits, the weights, gradient,
+optimizer, versions of the weights and activations that it keeps."""
 
 PLURALS = {"convolution": "convolutions", "fully connected": "fully connected layers", "embedding": "embeddings"}
 COLUMNS = ("layer", "kind", "output", "parameters", "", "multiply-adds", "work", "storage", "depth", "W/D")
@@ -41,6 +49,8 @@ class CostOptions:
     task: Annotated[str, Positional, arg(metavar="TASK", help="a task, or your own as module:function")]
     data: Annotated[Path | None, option("the folder or file that the task reads", "none", "PATH")] = None
     batch_size: Annotated[int | None, option("samples of a mini-batch", "the task's", "INT")] = None
+    method: Annotated[str | None, option("a pipeline, to predict what each of its ranks has", "none", "METHOD")] = None
+    workers: Annotated[int | None, option("its ranks, with --method", "4", "INT")] = None
     json: FlagCreatePairsOff[Annotated[bool, option("print one JSON object instead of a table", "no")]] = False
 
 
@@ -49,12 +59,27 @@ def run(argv: Sequence[str]) -> int:
     options = parse(CostOptions, argv, "cost", ABOUT)
     if options.batch_size is not None:
         refuse_unless(options.batch_size >= 1, "batch_size", options.batch_size, ">= 1")
+    if options.workers is not None:
+        refuse_unless(options.workers >= 1, "workers", options.workers, ">= 1")
+        needed = options.method is not None
+        refuse_unless(needed, "workers", options.workers, "left out without --method: layers do not depend on it")
     from manyhands.cost.layers import model_cost  # here, because it imports torch
     from manyhands.tasks import load
 
     task = load(options.task, options.data)
+    if options.method is not None:
+        return _run_pipeline(task, options.method, options)
     cost = model_cost(task, options.batch_size)
     print_json(facts(task.name, cost)) if options.json else show(task.name, cost)
+    return 0
+
+
+def _run_pipeline(task: Task, method: str, options: CostOptions) -> int:
+    cost = cost_pipeline.cost_of(task, method, options.workers or RANKS, options.batch_size)
+    if options.json:
+        print_json({"task": task.name, **cost_pipeline.facts(method, cost)})
+    else:
+        cost_pipeline.show(task.name, method, cost)
     return 0
 
 

@@ -48,7 +48,7 @@ STOPPED = 128 + signal.SIGTERM
 SHOWN = (
     *("workers", "servers", "steps", "seconds", "wall_seconds", "samples_per_second", "final_loss", "test_accuracy"),
     *("bytes_sent", "mean_lag", "max_lag", "dropped", "dropped_mean_lag", "mean_apart", "max_apart", "max_ahead"),
-    *("waited_seconds", "weights_sha256", "record", "lost", "stopped_at"),
+    *("waited_seconds", "memory", "weights_sha256", "record", "lost", "stopped_at"),
 )
 """The fields of the result that `--json` prints."""
 

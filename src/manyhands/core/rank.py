@@ -39,7 +39,7 @@ from manyhands.core.buffers import (
 )
 from manyhands.core.declared_state import load_state, save_state
 from manyhands.core.errors import NotWritten
-from manyhands.core.footprint import footprint
+from manyhands.core.footprint import by_purpose
 from manyhands.core.gather import Gathered
 from manyhands.core.lag import NO_LAG, UNKNOWN_LAG
 from manyhands.core.param_groups import rule_of
@@ -195,8 +195,7 @@ class RankRun:
         self.strategy.finish(w)
         self.lead, seconds = w.lead, w.transport.now()
         if self.observe is not None:
-            kept = footprint(w, self.strategy)
-            self.observe({"kind": "memory", "held": w.rank, "bytes": kept, "activations": w.activations})
+            self.observe(_memory(w, self.strategy))
         weights = self.strategy.answer(w)
         return Outcome(seconds, weights, average_buffers(w))
 
@@ -204,6 +203,18 @@ class RankRun:
         """Add a line to the record, if one is kept."""
         if self.observe is not None:
             self.observe(line)
+
+
+def _memory(w: Worker, strategy: Strategy) -> Line:
+    """What a worker keeps, as the record shows it."""
+    return {
+        "kind": "memory",
+        "held": w.rank,
+        **by_purpose(w.trained, w, strategy),
+        "versions": w.versions,
+        "version_bytes": w.version_bytes,
+        "activations": w.activations,
+    }
 
 
 def _line(w: Worker, loss: float | None, notes: Mapping[str, Any]) -> Line:

@@ -48,6 +48,7 @@ class HeaderLine(TypedDict):
     remarks: list[str]
     participants: list[dict[str, Any]]
     made: dict[str, Any]
+    schedule: NotRequired[str]
 
 
 class StepLine(TypedDict):
@@ -112,11 +113,16 @@ class UnsavedLine(TypedDict):
 
 
 class MemoryLine(TypedDict):
-    """Bytes of tensors that one worker keeps: between steps, and at most between a forward and a backward pass."""
+    """Bytes of tensors that one worker keeps: between steps, and at most while mini-batches are in flight."""
 
     kind: Literal["memory"]
     held: int
     bytes: int
+    weights: NotRequired[int]
+    gradient: NotRequired[int]
+    optimizer: NotRequired[int]
+    versions: NotRequired[int | None]
+    version_bytes: NotRequired[int | None]
     activations: NotRequired[int | None]
 
 

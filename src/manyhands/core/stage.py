@@ -31,7 +31,7 @@ from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.errors import Refused
 from manyhands.core.strategy import Batch
 from manyhands.core.substitution import Substitution
-from manyhands.core.weight_products import WeightProducts, layers_apart, weigh
+from manyhands.core.weight_products import Products, WeightProducts, layers_apart, weigh
 from manyhands.core.worker import Worker
 
 Keep = Literal["graph", "inputs"]
@@ -44,7 +44,6 @@ Compute = Callable[[Batch, Values], Any]
 """compute(inputs of the model, received values): a tensor, or a tuple of values; on the last stage any output."""
 Loss = Callable[[Any], Tensor]
 """Takes what the last stage computes."""
-Products = list[Callable[[], None]]
 
 
 @dataclass(slots=True)
@@ -171,6 +170,10 @@ class Stage:
         with self._w.timer.computing():
             found = self._propagate(m, errors)
             self._w.charge_passes(self._saved[m].samples, self._share.to_input)
+        one = self._saved[m]
+        between = (x for product in one.products for x in product.args[-3:-1])
+        self._meter.free(self._key(m))
+        self._meter.keep(self._key(m), *_existing((*(one.received or one.inputs), *errors)), *between)
         return found
 
     def weigh(self, m: int) -> None:
@@ -186,6 +189,7 @@ class Stage:
         if one.out is None:
             with torch.enable_grad(), self._meter.saving(self._key(m), one.weights):
                 one.out = self._run(one, replays=True)
+            self._meter.keep(self._key(m), *_existing(one.out))
             self._w.charge_passes(one.samples, self._share.forward)
         found = self._back(one, errors)
         one.out = None

@@ -42,6 +42,8 @@ class Shape(NamedTuple):
     groups: int
 
 
+Products = list[partial[None]]
+"""Products that were put off; their last arguments are an error, an input and a weight."""
 Weigh = Callable[[Tensor, Tensor, Tensor], bool]
 """Takes the error of a layer's output, its input and its weight; whether it has taken them."""
 
@@ -139,7 +141,7 @@ class WeightProducts:
         flat: Flat,
         layers: Sequence[nn.Linear | nn.Conv2d],
         weights: Mapping[int, ParamSlot],
-        later: list[Callable[[], None]] | None,
+        later: Products | None,
     ) -> None:
         self._flat, self._layers, self._slots, self._later = flat, layers, weights, later
 
@@ -217,7 +219,7 @@ def _weigh_convolution(flat: Flat, slots: Slots, shape: Shape, delta: Tensor, x:
 
 
 @torch.no_grad()
-def weigh(products: list[Callable[[], None]]) -> None:
+def weigh(products: Products) -> None:
     """Compute the products that were put off."""
     for product in products:
         product()

@@ -155,6 +155,12 @@ def source_of(model: nn.Module) -> WorkSource:
     return source
 
 
+def share_of(model: nn.Module, part: nn.Module) -> Work:
+    """What a part of a model has of the work of both passes."""
+    inside = {id(module) for module in part.modules()}
+    return work_of(model).share(name for name, module in model.named_modules() if id(module) in inside)
+
+
 def note_example(model: nn.Module, example: Sequence[Any]) -> None:
     """For a model that no task has built: inputs for a few samples."""
     vars(model)[WorkSource.NAME] = WorkSource(example=lambda: tuple(example))

@@ -39,11 +39,11 @@ OnCall = Callable[[str, nn.Module, Any, Any], None]
 """Takes the name of a module, the module, its inputs and its outputs."""
 
 
-def example(data: Any, device: str | None = None) -> tuple[Any, ...]:
-    """The fields of a mini-batch that has the first sample of a data set twice, on another device if one is given."""
+def example(data: Any, device: str | None = None, samples: int = SAMPLES) -> tuple[Any, ...]:
+    """The fields of a mini-batch that has the first sample of a data set several times, on a device if one is given."""
     sample = data[0]
     fields = sample if isinstance(sample, tuple | list) else (sample,)
-    return tuple(field.to(device) for field in default_collate([tuple(fields)] * SAMPLES))
+    return tuple(field.to(device) for field in default_collate([tuple(fields)] * samples))
 
 
 def count_work(model: nn.Module, inputs: Sequence[Any], on_call: OnCall | None = None) -> dict[str, Work]:

@@ -32,7 +32,7 @@ from manyhands.core.step_timer import StepTimer
 from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
 from manyhands.core.vector_ops import vector_ops
-from manyhands.core.work import Work, work_of
+from manyhands.core.work import Work, share_of, work_of
 from manyhands.core.work_counter import example
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ class Worker:
         """How stale the gradients were whose outcome has become known in this step; a strategy sets it."""
         self.activations: int | None = None
         """The most bytes of activations that this rank keeps at one time; None: not measured."""
+        self.versions: int | None = None
+        """The most versions of its weights that this rank keeps at one time; None: its method keeps only one."""
+        self.version_bytes: int | None = None
+        """The most bytes of weights that it keeps beside the live ones; None: not measured."""
         self.samples_in_step = 0
         """How many samples the step under way has in a user's own loop; 0: a mini-batch of the usual size."""
         self.options: tuple[float, ...] = ()
@@ -219,10 +223,7 @@ class Worker:
 
     def share_of(self, module: nn.Module) -> Work:
         """What a part of the model has of the work of both passes; nothing in real processes."""
-        if self.work is None:
-            return Work()
-        parts = {id(part) for part in module.modules()}
-        return self.work.share(name for name, part in self.model.named_modules() if id(part) in parts)
+        return Work() if self.work is None else share_of(self.model, module)
 
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
         ready = ReadyBuckets(self.flat.buckets(), self.flat.slots, fired) if fired else None

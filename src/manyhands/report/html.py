@@ -114,6 +114,7 @@ def _section(section: Section, charts: Sequence[Chart]) -> str:
             f'<ul class="warning">{items}</ul>' if warnings else "",
             f'<div class="card">{_summary(section)}</div>',
             *(_chart(section, chart) for chart in charts),
+            _schedules(section),
             "</section>",
         ]
     )
@@ -164,6 +165,26 @@ def _chart(section: Section, chart: Chart) -> str:
 <p><a href="data/{slug}.csv">All of them as CSV</a>{_beside(chart)}</p>
 {_scrolling(f"Numbers: {chart.title}", "")}
 </details>
+</section>"""
+
+
+def _schedules(section: Section) -> str:
+    """The order of the passes of each pipeline; nothing if there is none."""
+    drawn = {group.name: group.typical.run.header.get("schedule") for group in section.groups}
+    pictures = [
+        f"<h4>{escape(name)}</h4>{_scrolling(f'Schedule of {name}', f'<pre>{escape(picture)}</pre>')}"
+        for name, picture in drawn.items()
+        if picture
+    ]
+    if not pictures:
+        return ""
+    slug = f"{section.slug}-schedules"
+    about = "One line for each rank, one slot for each pass: F and B are the forward and the backward pass of a "
+    about += "micro-batch; I and W are the two halves of B, the error and the gradients of the weights."
+    return f"""<section class="card" id="{slug}" aria-labelledby="{slug}-title">
+<h3 id="{slug}-title">Schedules</h3>
+<p class="about">{about}</p>
+{"".join(pictures)}
 </section>"""
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from manyhands.core.errors import refuse_unless
 from manyhands.report.chart import Chart, Table
 from manyhands.report.charts.curves import curves
+from manyhands.report.charts.memory import memory
 from manyhands.report.charts.pareto import pareto
 from manyhands.report.charts.staleness import staleness
 from manyhands.report.charts.stragglers import stragglers
@@ -27,7 +28,7 @@ from manyhands.report.pictures import write_pictures
 from manyhands.report.reading import RecordedRun
 from manyhands.report.trace import write_trace
 
-CHARTS = (curves, pareto, staleness, spent, timeline, stragglers)
+CHARTS = (curves, pareto, staleness, spent, memory, timeline, stragglers)
 NAME = "report.html"
 PICTURED = ("curves", "pareto", "spent")
 

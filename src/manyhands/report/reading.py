@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.core.errors import Refused
-from manyhands.core.record import SHAPES, EndLine, EvaluationLine, Line, NumbersLine, PauseLine, StepLine
+from manyhands.core.record import SHAPES, EndLine, EvaluationLine, Line, MemoryLine, NumbersLine, PauseLine, StepLine
 from manyhands.report.record import FORMATS, NAME
 
 CLOCKS = ("time", "began", "compute_began", "from", "to")
@@ -49,6 +49,8 @@ class RecordedRun:
     numbers: list[NumbersLine] = field(default_factory=list)
     memory: dict[int, int] = field(default_factory=dict)
     """Bytes of tensors that each rank kept between steps."""
+    memory_lines: dict[int, MemoryLine] = field(default_factory=dict)
+    """What they were for, by rank."""
     end: EndLine | None = None
     path: Path | None = None
     warnings: list[str] = field(default_factory=list)
@@ -190,7 +192,7 @@ def _add(run: RecordedRun, line: Any) -> None:
         case "numbers":
             run.numbers.append(line)
         case "memory":
-            run.memory[line["held"]] = line["bytes"]
+            run.memory[line["held"]], run.memory_lines[line["held"]] = line["bytes"], line
         case "end":
             run.end = line
 

@@ -31,6 +31,7 @@ def result_rows(facts: Mapping[str, Any]) -> dict[str, str]:
         "sent": f"{f['bytes_sent'] / 1e6:,.1f} MB",
         **lag_rows(f),
         "waited": f"{f['waited_seconds']:.4g} s",
+        "memory": memory_text(f["memory"]) if f.get("memory") else None,
         "record": None if f["record"] is None else str(f["record"]),
     }
     return {name: text for name, text in rows.items() if text is not None}
@@ -60,6 +61,17 @@ def ranking_cells(row: Mapping[str, Any], target: Target | None) -> list[str]:
     last = [number_text(row["accuracy"]), number_text(row["loss"]), bytes_text(row["bytes"])]
     last += [lag_text(row), share_text(row["waiting"]), bytes_text(row["memory"] or None)]
     return [str(row["rank"]), str(row["method"]), *first, *last]
+
+
+def memory_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What the rank with the most memory keeps, and what more while mini-batches are in flight."""
+    line = max(lines, key=lambda one: one["bytes"])
+    flying = [
+        f"{bytes_text(line[field])} of {name}"
+        for name, field in (("other versions of the weights", "version_bytes"), ("activations", "activations"))
+        if line.get(field)
+    ]
+    return f"{bytes_text(line['bytes'])} of a rank" + (f", in flight {' and '.join(flying)}" if flying else "")
 
 
 def lag_rows(facts: Mapping[str, Any]) -> dict[str, str | None]:

@@ -70,7 +70,13 @@ def _facts(result: Result) -> Mapping[str, Any]:
     """The fields and properties by name, and the method and the link, which are in the header of the record."""
     header = result.records[0]
     more = {name: header[name] for name in ("method", "link", "lag")}
-    return {**vars(result), **lag_fields(result.lag), "samples_per_second": result.samples_per_second, **more}
+    return {
+        **vars(result),
+        **lag_fields(result.lag),
+        "samples_per_second": result.samples_per_second,
+        "memory": result.memory,
+        **more,
+    }
 
 
 def comparison_text(found: Comparison) -> str:

@@ -30,6 +30,7 @@ from manyhands.run.loop_collectives import LoopCollectives
 from manyhands.run.result import sha256
 from manyhands.run.training import Training
 from manyhands.runtime.transport.transport import RealTransport
+from manyhands.strategies.pipeline_plan import drawn_schedule
 
 STEPWISE = ("step", "evaluation", "pause", "numbers", "memory")
 """Kinds of lines that the launcher copies to the file as they are."""
@@ -139,6 +140,7 @@ class LoopLines:
             "evaluate_every": None,
             "remarks": list(strategy.remarks(w.steps)),
             "participants": [{"role": role, "rank": rank, "host": t.hosts[rank]} for rank, role in enumerate(t.roles)],
+            **drawn_schedule(strategy, len(w.workers), batch_size),
         }
 
     def end(self, is_lead: bool | None) -> None:

@@ -97,6 +97,13 @@ class Result:
         return self.lag.ahead_max
 
     @property
+    def memory(self) -> list[dict[str, Any]]:
+        """What the tensors of each worker are for, in bytes, by rank (see docs/records.md)."""
+        lines = (line for line in self.records if line["kind"] == "memory")
+        kept = [{name: value for name, value in line.items() if name != "kind"} for line in lines]
+        return sorted(kept, key=lambda line: int(line["held"]))
+
+    @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else math.nan
 

@@ -26,6 +26,7 @@ from manyhands.report.record import FORMAT, Record
 from manyhands.run.methods import over_team
 from manyhands.run.result import Interrupted, Result, evaluate, final_loss, sha256
 from manyhands.run.spec import RunSpec, make_spec
+from manyhands.strategies.pipeline_plan import drawn_schedule
 from manyhands.virtual.cluster import Cluster
 
 log = logging.getLogger("manyhands")
@@ -201,6 +202,7 @@ def _header(spec: RunSpec) -> dict[str, Any]:
             {"role": role, "rank": rank, "host": hosts[rank]} for rank, role in enumerate(spec.role_of_rank)
         ],
         "made": provenance(),
+        **drawn_schedule(spec.strategy, spec.workers, spec.batch_size),
     }
 
 

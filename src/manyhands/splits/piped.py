@@ -90,19 +90,10 @@ class Piped:
         self.part(model, 0, size)
         M = self.micro_batches
         refuse_unless(batch_size % M == 0, "batch_size", batch_size, f"divisible by micro_batches = {M}")
-        self._rows(size)
-
-    def _chunks(self, size: int) -> int:
-        """The stages of a rank; of a single rank they would follow one another, so it has one."""
-        return self.chunks if self.schedule == "interleaved" and size > 1 else 1
-
-    def _rows(self, size: int) -> schedules.Rows:
-        if self.schedule == "interleaved":
-            return schedules.interleaved(size, self.micro_batches, self._chunks(size))
-        return SCHEDULES[self.schedule](size, self.micro_batches)
+        rows_of(self, size)
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
-        return joined(self._cuts.stages(model, size * self._chunks(size))[index::size])
+        return joined(self._cuts.stages(model, size * chunks_of(self, size))[index::size])
 
     def begin(self, w: Worker, members: Transport) -> None:
         """This member's row of the schedule, and the passes of its stages."""
@@ -111,12 +102,11 @@ class Piped:
         if size == self.micro_batches == 1:
             return
         w.team = self
-        rows = self._rows(size)
+        rows = rows_of(self, size)
         self._row, depth = rows[index], max(map(schedules.in_flight, rows))
-        self._keep: Keep = self.keep or ("inputs" if self.schedule == "gpipe" else "graph")
-        self._meter = ActivationMeter()
+        self._meter, self._keep = ActivationMeter(), keep_of(self)
         self._meter.on = True
-        count, splits = size * self._chunks(size), self.schedule == "zero-bubble"
+        count, splits = size * chunks_of(self, size), self.schedule == "zero-bubble"
         passes_of = partial(StagePasses, depth=depth, stages=count, splits=splits, meter=self._meter)
         numbers = range(index, count, size)
         self._passes = {s: passes_of(w, members, module, index=s) for s, module in zip(numbers, modules, strict=True)}
@@ -144,6 +134,23 @@ class Piped:
         self._tied.sum()
         self._meter.on, w.activations = False, self._meter.most
         return sum(passes.losses[m] * len(chunk[0]) for m, chunk in enumerate(chunks)) / samples
+
+
+def chunks_of(team: Piped, size: int) -> int:
+    """The stages of a rank; of a single rank they would follow one another, so it has one."""
+    return team.chunks if team.schedule == "interleaved" and size > 1 else 1
+
+
+def rows_of(team: Piped, size: int) -> schedules.Rows:
+    """What so many ranks do for one mini-batch."""
+    if team.schedule == "interleaved":
+        return schedules.interleaved(size, team.micro_batches, chunks_of(team, size))
+    return SCHEDULES[team.schedule](size, team.micro_batches)
+
+
+def keep_of(team: Piped) -> Keep:
+    """What is kept of a micro-batch."""
+    return team.keep or ("inputs" if team.schedule == "gpipe" else "graph")
 
 
 EXAMPLES: Mapping[str, Piped] = {

@@ -34,6 +34,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.declared_state import StateParts
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.gather import gather, need_all
@@ -49,6 +50,8 @@ from manyhands.splits.stage_passes import StagePasses
 from manyhands.splits.tied_weights import shared_names
 from manyhands.splits.versions import Double, StageWeights, Versions, refuse_autocast, refuse_derived
 
+FULL = 4
+"""After so many mini-batches per stage every schedule has had as many in flight, and as many versions, as ever."""
 TURN = Tag("pipeline-turn", carries="nothing")
 
 
@@ -133,7 +136,8 @@ class Streaming(Strategy):
         module = self.cuts.stages(w.model, count)[self.index]
         w.lay_out(module)
         depth = max(in_flight(row) for row in finite(self.schedule(count), 2 * count))
-        self.passes = StagePasses(w, w.transport, module, depth + 1)
+        self.meter = ActivationMeter()
+        self.passes = StagePasses(w, w.transport, module, depth + 1, meter=self.meter)
         stage = StageWeights(w.flat, self.passes.stage.live, self.rule, w.ops, self.index, count, self.micro_batches)
         self.weights = self.versions(replace(stage, begun=w.step))
         self.in_flight: dict[int, MicroBatch] = {}
@@ -147,11 +151,12 @@ class Streaming(Strategy):
             "A": self._average,
         }
         self._fill(w)
+        self.meter.on, self.measured = True, self.taken + FULL * count
         w.flat.open(by_hooks=False)
 
     def _fill(self, w: Worker) -> None:
         """Begin the stage's row of the schedule with the next mini-batch."""
-        self.taken = w.step * self._pieces(w, w.batch_size)
+        self.taken = w.step * pieces(self, len(w.workers), w.batch_size)
         first, row = self.taken, self.schedule(len(w.workers))[self.index]
         self.row = (action._replace(m=first + action.m) for action in row)
         self.action = next(self.row)
@@ -166,7 +171,7 @@ class Streaming(Strategy):
         """Divide a mini-batch into pieces."""
         batch, before = w.sized(batch), w.step * w.batch_size
         samples = len(batch[0])
-        count = self._pieces(w, samples)
+        count = pieces(self, len(w.workers), samples)
         refuse_unless(samples >= count, "the number of samples", samples, f">= {count}, the number of micro-batches")
         for fields in zip(*(x.tensor_split(count) for x in batch), strict=True):
             part = len(fields[0]) / samples
@@ -174,10 +179,6 @@ class Streaming(Strategy):
             self.in_flight[self.taken] = MicroBatch(fields, before, share, rate)
             self.taken += 1
             before += len(fields[0]) if self.fills else 0
-
-    def _pieces(self, w: Worker, samples: int) -> int:
-        """Into how many pieces a mini-batch is divided: of two samples at least, as BatchNorm needs."""
-        return max(1, min(2 * len(w.workers) - 1, samples // 2)) if self.fills else self.micro_batches
 
     def _run(self, w: Worker, until: str) -> None:
         """Run the actions of what was taken in, up to the first pass of this kind of what was not."""
@@ -196,6 +197,14 @@ class Streaming(Strategy):
         fields, self.in_flight[m].fields = self.in_flight[m].fields, ()
         travels = () if version is None else (version,)
         self.passes.forward(m, fields, weights, w.rank, m, 0, self.keeps, travels)
+        self._measure(w)
+
+    def _measure(self, w: Worker) -> None:
+        """Note the memory of activations and versions, as long as the pipeline fills."""
+        if self.meter.on:
+            w.activations = self.meter.most
+            w.versions = max(w.versions or 0, self.weights.kept)
+            w.version_bytes = max(w.version_bytes or 0, sum(x.nbytes for x in self.weights.others))
 
     def _backward(self, w: Worker, m: int) -> None:
         self.weights.backward(m)
@@ -212,6 +221,8 @@ class Streaming(Strategy):
         for group, weight_slice in zip(w.flat.groups, self.weights.moves(m), strict=True):
             at = UpdateContext(weight_slice.weights, samples=first.samples_before, rate=first.rate)
             weight_slice.update(group.grad, at, group.untouched())
+        self._measure(w)
+        self.meter.on &= m < self.measured
         self.weights.updated(m)
         w.flat.open(by_hooks=False)
         self.loss = sum(self.passes.losses.pop(one) * piece.share for one, piece in pieces.items())
@@ -262,6 +273,11 @@ class Streaming(Strategy):
     def declared_state(self, w: Worker) -> StateParts:
         """The state of the rule and of the versions, divided over the stages; a resumed run may have other stages."""
         return self.weights.state()
+
+
+def pieces(strategy: Streaming, workers: int, samples: int) -> int:
+    """Into how many pieces a mini-batch is divided: of two samples at least, as BatchNorm needs."""
+    return max(1, min(2 * workers - 1, samples // 2)) if strategy.fills else strategy.micro_batches
 
 
 def _refuse_ties(model: nn.Module, parts: Sequence[nn.Module]) -> None:

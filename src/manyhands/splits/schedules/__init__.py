@@ -5,7 +5,7 @@ Those that flush are NAME(K, M); those that stream are NAME(K), without an end.
 
 from manyhands.splits.schedules.alternating import alternating
 from manyhands.splits.schedules.decoupled import decoupled
-from manyhands.splits.schedules.endless import EndlessRows, EndlessSchedule, finite
+from manyhands.splits.schedules.endless import EndlessRows, EndlessSchedule, finite, steady_seconds
 from manyhands.splits.schedules.figure5 import figure5
 from manyhands.splits.schedules.gpipe import gpipe
 from manyhands.splits.schedules.interleaved import interleaved
@@ -16,7 +16,9 @@ from manyhands.splits.schedules.timeline import (
     Rows,
     Schedule,
     bubble,
+    busy,
     in_flight,
+    length,
     makespan,
     picture,
     staleness,
@@ -32,17 +34,20 @@ __all__ = [
     "Schedule",
     "alternating",
     "bubble",
+    "busy",
     "decoupled",
     "figure5",
     "finite",
     "gpipe",
     "in_flight",
     "interleaved",
+    "length",
     "makespan",
     "one_f_one_b",
     "picture",
     "rounds",
     "staleness",
+    "steady_seconds",
     "timeline",
     "zero_bubble",
 ]

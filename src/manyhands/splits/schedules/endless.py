@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from manyhands.splits.schedules.timeline import Action, Rows
+from manyhands.splits.schedules.timeline import Action, Duration, Rows, length
 
 EndlessRows = list[Iterator[Action]]
 """For every rank its actions in order, without an end."""
@@ -27,3 +27,12 @@ def _until(row: Iterator[Action], micro_batches: int) -> Iterator[Action]:
             yield action
         elif action.op == "B":
             return
+
+
+def steady_seconds(rows: Callable[[int], Rows], ranks: int, duration: Duration, pieces: int = 1) -> float:
+    """How long a mini-batch of so many pieces takes once the pipeline is full; `rows` are those of the first pieces.
+
+    It is full after 2K - 1 mini-batches, and rounds have as many.
+    """
+    part = 2 * (2 * ranks - 1)
+    return (length(rows(2 * part * pieces), duration) - length(rows(part * pieces), duration)) / part

@@ -45,12 +45,22 @@ class Timed(NamedTuple):
     action: Action
 
 
-def seconds_of(forward: float = 1, backward: float = 1) -> dict[str, float]:
-    """How long each pass takes; a backward pass that is split takes as long in both halves together."""
-    return {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+Duration = Callable[[Action], float]
+"""How long an action takes."""
 
 
-def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SLOT) -> list[Timed]:
+def one_slot(action: Action) -> float:
+    """A slot for each pass."""
+    return SLOT.get(action.op, 0.0)
+
+
+def lasting(forward: float = 1, backward: float = 1) -> Duration:
+    """Equal stages; a backward pass that is split takes as long in both halves together."""
+    seconds = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
+    return lambda action: seconds.get(action.op, 0.0)
+
+
+def timeline(rows: Sequence[Sequence[Action]], duration: Duration = one_slot) -> list[Timed]:
     """Every action with its start, ordered by time."""
     last = max((action.stage for row in rows for action in row), default=0)
     ends: dict[Action, float] = {}
@@ -65,7 +75,7 @@ def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SL
                 if None in ready:
                     break
                 start = max([free[rank], *(end for end in ready if end is not None)])
-                ends[action] = free[rank] = start + seconds.get(action.op, 0.0)
+                ends[action] = free[rank] = start + duration(action)
                 timed.append(Timed(start, rank, action))
                 position[rank] += 1
         if position == before:
@@ -91,16 +101,23 @@ def _end_of_any(ends: Mapping[Action, float], some: Iterable[Action]) -> float |
 
 
 def makespan(rows: Rows, forward: float = 1, backward: float = 1) -> float:
+    """The time at which the last action ends, if all stages are equal."""
+    return length(rows, lasting(forward, backward))
+
+
+def length(rows: Rows, duration: Duration) -> float:
     """The time at which the last action ends."""
-    seconds = seconds_of(forward, backward)
-    return max(one.start + seconds.get(one.action.op, 0.0) for one in timeline(rows, seconds))
+    return max(one.start + duration(one.action) for one in timeline(rows, duration))
 
 
 def bubble(rows: Rows, forward: float = 1, backward: float = 1) -> float:
-    """The share of all ranks' time in which they are idle."""
-    seconds = seconds_of(forward, backward)
-    busy = sum(seconds.get(action.op, 0.0) for row in rows for action in row)
-    return 1 - busy / (len(rows) * makespan(rows, forward, backward))
+    """The share of all ranks' time in which they are idle, if all stages are equal."""
+    return 1 - busy(rows, lasting(forward, backward)) / (len(rows) * makespan(rows, forward, backward))
+
+
+def busy(rows: Rows, duration: Duration) -> float:
+    """The time that all ranks compute."""
+    return sum(duration(action) for row in rows for action in row)
 
 
 def in_flight(row: Sequence[Action]) -> int:
@@ -127,12 +144,23 @@ def staleness(row: Sequence[Action]) -> list[int]:
     return [stale[key] for key in sorted(stale)]
 
 
-def picture(rows: Rows) -> str:
-    """The schedule as a table of ranks and time slots, one pass per slot; ' marks the second stage of a rank."""
+def picture(rows: Rows, width: int | None = None) -> str:
+    """The schedule as a table of ranks and time slots, one pass per slot; ' marks the second stage of a rank.
+
+    It is continued below after so many columns.
+    """
     timed = [one for one in timeline(rows) if one.action.op in SLOT]
     cells = [["."] * (1 + max(round(one.start) for one in timed)) for _ in rows]
     for start, rank, (op, m, stage) in timed:
         cells[rank][round(start)] = f"{op}{m}{chr(39) * (stage // len(rows))}"
-    width = max(len(cell) for line in cells for cell in line)
-    lines = (f"s{rank} " + " ".join(cell.ljust(width) for cell in line) for rank, line in enumerate(cells))
-    return "\n".join(line.rstrip() for line in lines)
+    size, heads = max(len(cell) for line in cells for cell in line), [f"s{rank}" for rank in range(len(rows))]
+    head = max(map(len, heads))
+    most = len(cells[0]) if width is None else max(1, (width - head) // (size + 1))
+    blocks = [
+        "\n".join(
+            " ".join([name.ljust(head), *(cell.ljust(size) for cell in line[first : first + most])]).rstrip()
+            for name, line in zip(heads, cells, strict=True)
+        )
+        for first in range(0, len(cells[0]), most)
+    ]
+    return "\n\n".join(blocks)

@@ -32,6 +32,7 @@ class Copies(Versions):
         self._memories = [stage.copy() for _ in range(self.count)]
         self._leaves = [stage.leaves(memory) for memory in self._memories]
         self._slices = [stage.slices(memory) for memory in self._memories]
+        self.slices = [one for slices in self._slices for one in slices]
         self._updates = [0] * self.count
         """By copy, in this round."""
 
@@ -67,6 +68,10 @@ class Copies(Versions):
     @property
     def kept(self) -> int:
         return self.count
+
+    @property
+    def others(self) -> Sequence[Tensor]:
+        return [x for memory in self._memories for x in memory]
 
     def state(self) -> StateParts:
         """The memory of every copy's rule; all copies have the same weights when a run is saved."""

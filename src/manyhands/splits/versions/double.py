@@ -13,7 +13,7 @@ An optimizer of torch that is bound to one memory moves a third one, from which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -63,6 +63,11 @@ class Double(Versions):
     @property
     def kept(self) -> int:
         return 2
+
+    @property
+    def others(self) -> Sequence[Tensor]:
+        newest, older = self._in_order()
+        return [*newest, *older] if self._is_bound else older
 
     def state(self) -> StateParts:
         older = VectorState(self.stage.flat.slots, self._in_order()[1], "divided")

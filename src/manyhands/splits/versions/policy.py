@@ -102,6 +102,11 @@ class Versions:
         """How many versions of the weights there are, the live one too."""
         return 1
 
+    @property
+    def others(self) -> Sequence[Tensor]:
+        """The memory of all versions but the live one."""
+        return ()
+
     def state(self) -> StateParts:
         """What a checkpoint must hold besides the live weights."""
         return {"rule": RuleState(self.stage.flat.slots, self.slices, "divided")}

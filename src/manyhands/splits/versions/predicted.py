@@ -9,7 +9,7 @@ rule's memory is used, so the prediction is right for any rule whose step change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -69,6 +69,11 @@ class Predicted(Versions):
         ops = self.stage.ops
         for group, step in zip(self.stage.flat.groups, self._step, strict=True):
             ops.add(ops.scale(step, -1), group.weights)
+
+    @property
+    def others(self) -> Sequence[Tensor]:
+        """The predicted weights, and the last step."""
+        return [*self._memory, *self._step]
 
     def state(self) -> StateParts:
         return {**super().state(), "step": VectorState(self.stage.flat.slots, self._step, "divided")}

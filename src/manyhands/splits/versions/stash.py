@@ -6,7 +6,7 @@ version share it. Stage s of K has at most K - s versions under 1F1B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -43,6 +43,10 @@ class Stash(Versions):
     @property
     def kept(self) -> int:
         return len({*self._copies, self.version})
+
+    @property
+    def others(self) -> Sequence[Tensor]:
+        return [x for copy in self._copies.values() for x in copy]
 
 
 EXAMPLES: Mapping[str, Callable[[StageWeights], Stash]] = {"stash": Stash}

@@ -1,0 +1,107 @@
+"""Pipeline plan: what the ranks of a pipeline do, as data: for predictions (cost/pipelines.py) and drawings.
+
+Of a method that divides a model into stages, by itself (streaming.py) or by its team (splits/piped.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from manyhands.core.param_groups import rule_of
+from manyhands.core.rule import Rule
+from manyhands.core.stage import Keep
+from manyhands.core.strategy import Strategy
+from manyhands.splits.cuts import parted
+from manyhands.splits.piped import Piped, keep_of, rows_of
+from manyhands.splits.schedules import Rows, finite, picture
+from manyhands.splits.versions import StageWeights, Versions
+from manyhands.strategies.allreduce import AllReduce
+from manyhands.strategies.grid import Grid
+from manyhands.strategies.streaming import Streaming, pieces
+
+WIDTH = 120
+"""The columns of a drawing in a report."""
+MOST_DRAWN = 400
+"""Micro-batches on all ranks: a drawing of more would not be read."""
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What the ranks of one pipeline do.
+
+    Args:
+        ranks: how many there are.
+        flushes: whether the pipeline is empty after each mini-batch.
+        rows: the rows for so many micro-batches; of one that flushes those of a mini-batch.
+        pieces: into how many micro-batches a mini-batch of so many samples is divided.
+        divide: the stages of each rank.
+        keep: what is kept of a forward pass.
+        splits: whether its backward passes are I and W.
+        policy: which weights the passes see.
+        every: micro-batches per update.
+        rule: how a stage applies its gradient; None: the method keeps more than the state of a rule.
+    """
+
+    ranks: int
+    flushes: bool
+    rows: Callable[[int], Rows]
+    pieces: Callable[[int], int]
+    divide: Callable[[nn.Module], list[Sequence[nn.Module]]]
+    keep: Keep
+    splits: bool = False
+    policy: Callable[[StageWeights], Versions] = Versions
+    every: int = 1
+    rule: Rule | None = None
+
+
+def pipeline_plan(strategy: Strategy, workers: int) -> PipelinePlan | None:
+    """The plan of a method with so many workers; None if it is no pipeline."""
+    if isinstance(strategy, Streaming):
+        return _of_stream(strategy, workers)
+    if isinstance(strategy, Grid) and isinstance(strategy.team, Piped):
+        rule = rule_of(strategy) if isinstance(strategy.outer, AllReduce) else None
+        return _of_team(strategy.team, strategy.team.size or workers, rule)
+    return None
+
+
+def _of_stream(strategy: Streaming, workers: int) -> PipelinePlan:
+    return PipelinePlan(
+        workers,
+        flushes=False,
+        rows=lambda count: finite(strategy.schedule(workers), count),
+        pieces=partial(pieces, strategy, workers),
+        divide=lambda model: [[stage] for stage in strategy.cuts.stages(model, workers)],
+        keep=strategy.keeps,
+        policy=strategy.versions,
+        every=strategy.micro_batches,
+        rule=strategy.rule,
+    )
+
+
+def _of_team(team: Piped, size: int, rule: Rule | None) -> PipelinePlan:
+    return PipelinePlan(
+        size,
+        flushes=True,
+        rows=lambda _: rows_of(team, size),
+        pieces=lambda _: team.micro_batches,
+        divide=lambda model: [parted(team.part(model, index, size)) for index in range(size)],
+        keep=keep_of(team),
+        splits=team.schedule == "zero-bubble",
+        rule=rule,
+    )
+
+
+def drawn_schedule(strategy: Strategy, workers: int, samples: int) -> dict[str, str]:
+    """The picture of the rows for the header of a record, if it is not too large: of a stream 2K - 1 mini-batches."""
+    plan = pipeline_plan(strategy, workers)
+    if plan is None or plan.ranks == 1:
+        return {}
+    count = plan.pieces(samples)
+    passes = plan.ranks * count * (1 if plan.flushes else 2 * plan.ranks - 1)
+    if passes > MOST_DRAWN:
+        return {}
+    return {"schedule": picture(plan.rows(passes // plan.ranks), WIDTH)}
