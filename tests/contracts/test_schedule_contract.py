@@ -3,8 +3,10 @@
 Of a schedule without an end, what it does with the first M mini-batches is tested.
 """
 
+import ast
 import inspect
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from manyhands.splits.versions import Copies, Double, Predicted, StageWeights, V
 
 MODULES = modules(schedules)
 VERSIONS = examples(versions)
-TITLE = re.compile(r"K = (\d+) stages, M = (\d+) micro-batches\n((?: +s\d.*\n)+)")
+TITLE = re.compile(r"K = (\d+) stages, M = (\d+) micro-batches(?:, (\w+) = (.+))?\n((?: +s\d.*\n?)+)")
 
 
 def defined(module):
@@ -65,8 +67,9 @@ def test_the_picture_in_the_docstring_is_the_schedule(name):
     drawn = TITLE.findall(MODULES[name].__doc__)
     assert drawn, f"{name} has no picture: a line 'K = 4 stages, M = 4 micro-batches', then picture(...) below it"
     schedule = next(iter(MODULES[name].EXAMPLES.values()))
-    for stages, micro_batches, lines in drawn:
-        expected = picture(of_two_arguments(schedule)(int(stages), int(micro_batches)))
+    for stages, micro_batches, knob, value, lines in drawn:
+        drawn_one = partial(schedule, **{knob: ast.literal_eval(value)}) if knob else schedule
+        expected = picture(of_two_arguments(drawn_one)(int(stages), int(micro_batches)))
         assert inspect.cleandoc(" \n" + lines).splitlines() == expected.splitlines()
 
 
@@ -95,6 +98,11 @@ def test_every_micro_batch_has_one_forward_and_one_backward_pass_on_every_stage(
             assert places == sorted(places)
 
 
+def above(end, m, s):
+    """When the next stage has computed its error."""
+    return [end[one, m, s + 1] for one in "BI" if (one, m, s + 1) in end]
+
+
 @each
 @sizes
 @pytest.mark.parametrize("backward", [1, 2])
@@ -108,8 +116,10 @@ def test_no_rank_waits_forever_and_no_pass_begins_before_its_inputs(name, ranks,
         if op == "F" and s:
             assert start[op, m, s] >= end["F", m, s - 1]
         if op in "BI":
-            above = [end[one, m, s + 1] for one in "BI" if (one, m, s + 1) in end]
-            assert start[op, m, s] >= max([end["F", m, s], *above])
+            is_predicted = ("L", m, s) in start
+            assert start[op, m, s] >= max([end["F", m, s], *([] if is_predicted else above(end, m, s))])
+        if op == "L":
+            assert start[op, m, s] >= max([end["B", m, s], *above(end, m, s)])
         if op == "W":
             assert start[op, m, s] >= end["I", m, s]
         if op == "T":

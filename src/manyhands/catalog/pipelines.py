@@ -7,16 +7,28 @@ from typing import Any, Literal
 
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.rule import Rule
-from manyhands.rules import Momentum, Sgd
+from manyhands.rules import Adam, Momentum, Sgd
 from manyhands.splits import schedules
 from manyhands.splits.piped import FlushingSchedule, Piped
-from manyhands.splits.versions import Aligned, Copies, Double, Latest, Predicted, PredictedToOwnUpdate, Stash
+from manyhands.splits.synthetic import perceptron
+from manyhands.splits.versions import (
+    Aligned,
+    Copies,
+    Double,
+    Latest,
+    Predicted,
+    PredictedToOwnUpdate,
+    Stash,
+    Versions,
+)
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
 from manyhands.strategies.streaming import Streaming
+from manyhands.strategies.synthetic import Synthetic
 
 __all__ = [
     "ddg",
+    "dni",
     "features_replay",
     "gpipe",
     "interleaved",
@@ -371,3 +383,59 @@ def weight_copies(lr: float = 0.3, rounds: int = 1, rule: Rule | None = None) ->
     """
     refuse_unless(rounds >= 1, "rounds", rounds, ">= 1")
     return Streaming(rule or Sgd(lr), partial(schedules.rounds, times=rounds), Copies)
+
+
+def dni(
+    lr: float = 0.1,
+    conditional: bool = False,
+    synthetic_inputs: bool = False,
+    lag: int = 1,
+    layers: int = 1,
+    hidden: int = 128,
+    rule: Rule | None = None,
+    model_rule: Rule | None = None,
+) -> Synthetic:
+    """DNI: every stage updates at once with a predicted error; the prediction learns from the error that comes later.
+
+    split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any rule, on
+    the stage's own weights; a rule of its own for the models of the errors.
+
+        h_i = f_i(h_i-1);  d_i = M_i(h_i [, y]);  theta_i <- theta_i - alpha d_i dh_i/dtheta_i  at once
+        target: D_i = d_i+1 dh_i+1/dh_i, of the loss at the top
+        phi_i <- phi_i - beta d/dphi_i mean over samples of 1/2 |d_i - D_i|^2
+
+    The target is itself a prediction, except below the top stage, and is computed with the weights before the update of
+    stage i+1. M predicts the error of a sample and not of a mini-batch, whose mean has a factor 1/b, so that beta does
+    not depend on b. M and I are perceptrons on flattened activations; the last layer is 0 at first, so only the top
+    stage learns in the beginning. The paper's batch normalisation in M is left out, and so is M for recurrent networks
+    beyond a truncation window. conditional: M also sees the target, class numbers one-hot. synthetic_inputs: stage i+1
+    begins with I_i(x), which learns from h_i, and waits for no activation; the first mini-batch of a run has the real
+    one. A lost worker ends the run.
+
+    Reference: M. Jaderberg et al., Decoupled neural interfaces using synthetic gradients, 2017, arXiv:1608.05343
+    Loops: strategies/streaming.py Streaming.step; splits/synthetic_passes.py SyntheticPasses;
+        splits/synthetic.py SyntheticModel; splits/schedules/synthetic.py synthetic
+
+    Args:
+        lr: alpha, the learning rate.
+        conditional: whether M sees the target (cDNI).
+        synthetic_inputs: whether the inputs of stages are predicted too.
+        lag: after how many further forward passes M learns: 0, and a stage waits for the next one, or 1, and it does
+            not.
+        layers: the hidden layers of M and I; 0: they are linear.
+        hidden: the width of a hidden layer.
+        rule: how a stage applies its gradient, instead of SGD with lr.
+        model_rule: how M and I apply theirs, instead of Adam with a rate (beta) of 0.001.
+    """
+    refuse_unless(lag in (0, 1), "lag", lag, "0 or 1")
+    refuse_unless(layers >= 0, "layers", layers, ">= 0")
+    refuse_unless(hidden >= 1, "hidden", hidden, ">= 1")
+    return Synthetic(
+        rule or Sgd(lr),
+        partial(schedules.synthetic, lag=lag),
+        Versions,
+        build=partial(perceptron, hidden=hidden, layers=layers),
+        model_rule=model_rule or Adam(0.001),
+        conditional=conditional,
+        synthetic_inputs=synthetic_inputs,
+    )

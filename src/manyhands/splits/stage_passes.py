@@ -88,23 +88,27 @@ class StagePasses:
         key: Hashable,
         keep: Keep = "graph",
         meta: Meta = (),
-    ) -> None:
+    ) -> Tensor:
         """F(m): from the data or an activation to an activation or the loss; `rank`, `step` and `key` seed dropout.
 
         The numbers of `meta` travel on with the activation.
         """
-        w, x, loss = self._w, fields[0], self._w.task.loss
-        self.receive(m)
-        if self.index:
-            x = self._borrowed[m][0].tensors[0]
+        w, x, loss = self._w, self._input_of(m, fields), self._w.task.loss
         seed = rank, step, key
         if self.index < self.last:
             out = self.stage.forward(m, x, weights, keep=keep, seed=seed)
             self._members.send(self._after, self._next_activation.of(m), meta, [out])
         else:
             assert loss is not None
-            self.losses[m] = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]), keep=keep, seed=seed)
-            w.checked(self.losses[m])
+            out = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]), keep=keep, seed=seed)
+            self.losses[m] = out
+            w.checked(out)
+        return out
+
+    def _input_of(self, m: int, fields: Batch) -> Tensor:
+        """The data, or the activation of the previous stage."""
+        self.receive(m)
+        return self._borrowed[m][0].tensors[0] if self.index else fields[0]
 
     def backward(self, m: int, share: float) -> None:
         """B(m): from the error of the next stage, or `share` of the loss, to the error of the previous stage."""

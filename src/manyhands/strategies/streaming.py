@@ -1,7 +1,7 @@
 """Streaming: the layers are divided into stages, one per worker; mini-batches stream through them without a flush.
 
 A method is four answers: in which order (splits/schedules), with which weights (splits/versions), what is kept between
-the two passes (core/stage.py), and whose error: here always that of the next stage.
+the two passes (core/stage.py), and whose error: that of the next stage, or a prediction (strategies/synthetic.py).
 
     method                schedule            F(m) sees            B(m) sees   kept     U moves
     pipelined-backprop    figure5             now                  now         graph    newest
@@ -16,11 +16,13 @@ the two passes (core/stage.py), and whose error: here always that of the next st
     ddg                   decoupled           now, copied          the copy    graph    newest
     features-replay       decoupled           now                  now         inputs   newest
     weight-copies         rounds              copy m mod (2K-1)    the same    graph    that copy
+    dni                   synthetic           now                  now         graph    newest
 
     F(m), B(m)   splits/stage_passes.py
     U(m)         w <- w + rule(g), with the gradients of all mini-batches since the last update
     T(m)         the last stage permits stage 0 to begin mini-batch m + 1
     A(m)         copies of the weights are averaged
+    L(m)         the model of the errors learns
 
 m counts pieces of mini-batches where these are divided. A pause drains the pipeline: all actions of the mini-batches
 taken in are run; then it is filled again. Pipelines that flush after every mini-batch are teams (splits/piped.py).
@@ -131,7 +133,7 @@ class Streaming(Strategy):
         module = stages(w.model, count)[self.index]
         w.lay_out(module)
         depth = max(in_flight(row) for row in finite(self.schedule(count), 2 * count))
-        self.passes = StagePasses(w, w.transport, module, depth + 1)
+        self.passes = self._make_passes(w, module, depth + 1)
         stage = StageWeights(w.flat, self.passes.stage.live, self.rule, w.ops, self.index, count, self.micro_batches)
         self.weights = self.versions(replace(stage, begun=w.step))
         self.in_flight: dict[int, MicroBatch] = {}
@@ -146,6 +148,9 @@ class Streaming(Strategy):
         }
         self._fill(w)
         w.flat.open(by_hooks=False)
+
+    def _make_passes(self, w: Worker, module: nn.Module, depth: int) -> StagePasses:
+        return StagePasses(w, w.transport, module, depth)
 
     def _fill(self, w: Worker) -> None:
         """Begin the stage's row of the schedule with the next mini-batch."""

@@ -11,6 +11,7 @@ from manyhands.splits.schedules.gpipe import gpipe
 from manyhands.splits.schedules.interleaved import interleaved
 from manyhands.splits.schedules.one_f_one_b import one_f_one_b
 from manyhands.splits.schedules.rounds import rounds
+from manyhands.splits.schedules.synthetic import synthetic
 from manyhands.splits.schedules.timeline import (
     Action,
     Rows,
@@ -43,6 +44,7 @@ __all__ = [
     "picture",
     "rounds",
     "staleness",
+    "synthetic",
     "timeline",
     "zero_bubble",
 ]

@@ -6,6 +6,7 @@
     I(m, s)       half of it      as B: only the error for the previous stage is computed
     W(m, s)       the other half  I(m, s): the gradient of the weights
     U(m, s)       none            an update of the stage's weights after B(m, s)
+    L(m, s)       none            B(m, s + 1): a model of the errors learns; then B(m, s) has used a prediction of it
     T(m, s)       none            U(m, K - 1) of the last stage: permission to begin mini-batch m + 1
     A(m, s)       none            copies of the stage's weights are averaged after U(m, s)
 
@@ -14,7 +15,7 @@ A schedule that flushes has F, B, I and W only; its update follows when all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from manyhands.core.errors import Deadlock
@@ -53,6 +54,7 @@ def seconds_of(forward: float = 1, backward: float = 1) -> dict[str, float]:
 def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SLOT) -> list[Timed]:
     """Every action with its start, ordered by time."""
     last = max((action.stage for row in rows for action in row), default=0)
+    predicted = {action[1:] for row in rows for action in row if action.op == "L"}
     ends: dict[Action, float] = {}
     position, free = [0] * len(rows), [0.0] * len(rows)
     timed: list[Timed] = []
@@ -61,7 +63,7 @@ def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SL
         for rank, row in enumerate(rows):
             while position[rank] < len(row):
                 action = row[position[rank]]
-                ready = [_end_of_any(ends, some) for some in _inputs(action, last)]
+                ready = [_end_of_any(ends, some) for some in _inputs(action, last, predicted)]
                 if None in ready:
                     break
                 start = max([free[rank], *(end for end in ready if end is not None)])
@@ -73,14 +75,16 @@ def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SL
     return sorted(timed, key=lambda one: one[:2])
 
 
-def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """The actions that must have ended: of each tuple any one."""
+def _inputs(action: Action, last: int, predicted: Collection[tuple[int, int]]) -> list[tuple[Action, ...]]:
+    """The actions that must have ended: of each tuple any one. The errors of some passes are predicted."""
     op, m, s = action
     if op == "F":
         return [(Action("F", m, s - 1),)] if s else []
+    above = [(Action("B", m, s + 1), Action("I", m, s + 1))] if s < last else []
     if op in "BI":
-        above = [(Action("B", m, s + 1), Action("I", m, s + 1))] if s < last else []
-        return [(Action("F", m, s),), *above]
+        return [(Action("F", m, s),), *(above if (m, s) not in predicted else [])]
+    if op == "L":
+        return above
     if op == "W":
         return [(Action("I", m, s),)]
     return [(Action("U", m, last),)] if op == "T" and s < last else []
@@ -104,8 +108,8 @@ def bubble(rows: Rows, forward: float = 1, backward: float = 1) -> float:
 
 
 def in_flight(row: Sequence[Action]) -> int:
-    """The most micro-batches whose activations a rank stores, over all its stages: F is done, B or W is not."""
-    ends = {action[1:]: number for number, action in enumerate(row) if action.op in "BW"}
+    """The most micro-batches whose activations a rank stores, over all its stages: F is done, B, W or L is not."""
+    ends = {action[1:]: number for number, action in enumerate(row) if action.op in "BWL"}
     now = most = 0
     for number, action in enumerate(row):
         now += (action.op == "F") - (ends.get(action[1:]) == number)

@@ -1,0 +1,140 @@
+"""Passes with synthetic errors: those of a stage that waits neither for the error nor, if asked to, for its input.
+
+    F(m)  the input is received, or is I(x); the activation is sent
+    B(m)  the error is M(h [, y]); the error of the input is sent, which the previous stage has predicted
+    L(m)  receive that error from the next stage, and the activation from the previous one: M and I learn
+
+A loss comes with an error. A stage sends the newest one that it knows, so a loss takes a mini-batch for each stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.port import Meta, Transport, recv
+from manyhands.core.rule import Rule
+from manyhands.core.stage import Keep
+from manyhands.core.strategy import Batch
+from manyhands.core.worker import Worker
+from manyhands.splits.stage_passes import StagePasses
+from manyhands.splits.synthetic import Build, SyntheticModel
+
+KEYS = M_KEY, I_KEY = 1, 2
+"""Of random numbers; those of passes have the key 0."""
+
+
+class Interface(NamedTuple):
+    """What stands in for the neighbours of a stage.
+
+    Args:
+        build: makes M and I.
+        rule: how they are updated.
+        conditional: whether M sees the target.
+        inputs: whether there is an I.
+    """
+
+    build: Build
+    rule: Rule
+    conditional: bool
+    inputs: bool
+
+
+class SyntheticPasses(StagePasses):
+    """One stage of a pipeline whose errors are predicted."""
+
+    def __init__(self, w: Worker, members: Transport, module: nn.Module, depth: int, interface: Interface) -> None:
+        super().__init__(w, members, module, depth)
+        own = {id(p) for p in module.parameters()}
+        names = [name for name, p in w.model.named_parameters() if id(p) in own]
+        build, rule, self._conditional, self._predicts_inputs = interface
+        self.errors = SyntheticModel(w, rule, build, names[-1], M_KEY)
+        self.inputs = SyntheticModel(w, rule, build, names[0], I_KEY)
+        self._classes = next((x.out_features for x in reversed([*w.model.modules()]) if isinstance(x, nn.Linear)), 0)
+        self._seen_by_errors: dict[int, Tensor] = {}
+        self._seen_by_inputs: dict[int, Tensor] = {}
+        self.newest_loss = math.nan
+        """NaN: none is known yet."""
+
+    def receive(self, m: int) -> Meta:
+        return () if self.inputs.is_made else super().receive(m)
+
+    def forward(
+        self,
+        m: int,
+        fields: Batch,
+        weights: list[Tensor],
+        rank: int,
+        step: int,
+        key: Hashable,
+        keep: Keep = "graph",
+        meta: Meta = (),
+    ) -> Tensor:
+        out = super().forward(m, fields, weights, rank, step, key, keep, meta)
+        if self.index < self.last:
+            samples = len(fields[0])
+            refuse_unless(
+                len(out) == samples, "the first dimension of an activation", len(out), f"{samples}, a sample each"
+            )
+            seen = self._seen_by_errors[m] = self._conditions(_rows(out), fields[-1])
+            if not self.errors.is_made:
+                self.errors.make(seen.shape[1], out.shape[1:], out.dtype)
+        return out
+
+    def _input_of(self, m: int, fields: Batch) -> Tensor:
+        """The first mini-batch of a run has the real input, because its size is not known before."""
+        if self.inputs.is_made:
+            self._seen_by_inputs[m] = _rows(fields[0])
+            return self.inputs.predict(self._seen_by_inputs[m])
+        h = super()._input_of(m, fields)
+        if self.index and self._predicts_inputs:
+            if not fields[0].is_floating_point():
+                raise Refused(
+                    f"synthetic_inputs is True, but the data are {fields[0].dtype}: they must be floating-point"
+                )
+            self.inputs.make(_rows(fields[0]).shape[1], h.shape[1:], h.dtype)
+        return h
+
+    def _error_of(self, m: int, share: float) -> Tensor:
+        """The prediction; at the last stage the error of the loss."""
+        if self.index == self.last:
+            self.newest_loss = float(self.losses[m])
+            return super()._error_of(m, share)
+        self.losses[m] = torch.tensor(self.newest_loss)
+        seen = self._seen_by_errors[m]
+        return self.errors.predict(seen).mul_(share / len(seen))
+
+    def learn(self, m: int, samples: int) -> None:
+        """L(m): M and I learn from what has come; `samples`: how many the run had consumed before m."""
+        if self.index < self.last:
+            message = recv(self._members, self._error.of(m), frm=self._after)
+            (error,), self.newest_loss = message.tensors, message.meta[0]
+            self.errors.learn(self._seen_by_errors.pop(m), error * len(error), samples)
+            message.release()
+        if m in self._seen_by_inputs:
+            message = recv(self._members, self._activation.of(m), frm=self._before)
+            self.inputs.learn(self._seen_by_inputs.pop(m), message.tensors[0], samples)
+            message.release()
+
+    def _conditions(self, h: Tensor, target: Tensor) -> Tensor:
+        """What M sees: h, and the target if it is conditional; class numbers are one-hot."""
+        if not self._conditional:
+            return h
+        refuse_unless(len(target) == len(h), "the number of targets", len(target), f"{len(h)}, one for each sample")
+        if not target.is_floating_point():
+            bound = f">= 0 and < {self._classes}, the outputs of the last linear layer, if M is conditional"
+            for extreme in (int(target.min()), int(target.max())):
+                refuse_unless(0 <= extreme < self._classes, "a target", extreme, bound)
+            target = one_hot(target.long(), self._classes)
+        return torch.cat([h, _rows(target).to(h.dtype)], 1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """One vector for each sample."""
+    return x.reshape(len(x), -1)
