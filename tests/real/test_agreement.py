@@ -33,7 +33,7 @@ def virtual(method, workers, hosts=None):
     ("method", "workers"),
     [
         *[("bsp", 2), ("bsp-server", 2), ("bsp-server", 3), ("d-psgd", 2), ("d-psgd", 3)],
-        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("ddg", 3), ("weight-copies", 2)],
+        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("ddg", 3), ("weight-copies", 2), ("dni", 3)],
         ("terngrad with one scale", 3),
     ],
 )

@@ -88,7 +88,7 @@ class StagePasses:
         key: Hashable,
         keep: Keep = "graph",
         meta: Meta = (),
-    ) -> Tensor:
+    ) -> None:
         """F(m): from the data or an activation to an activation or the loss; `rank`, `step` and `key` seed dropout.
 
         The numbers of `meta` travel on with the activation.
@@ -97,13 +97,14 @@ class StagePasses:
         seed = rank, step, key
         if self.index < self.last:
             out = self.stage.forward(m, x, weights, keep=keep, seed=seed)
-            self._members.send(self._after, self._next_activation.of(m), meta, [out])
+            self._hand_up(m, fields, meta, out)
         else:
             assert loss is not None
-            out = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]), keep=keep, seed=seed)
-            self.losses[m] = out
-            w.checked(out)
-        return out
+            self.losses[m] = self.stage.forward(m, x, weights, lambda out: loss(out, fields[-1]), keep=keep, seed=seed)
+            w.checked(self.losses[m])
+
+    def _hand_up(self, m: int, fields: Batch, meta: Meta, out: Tensor) -> None:
+        self._members.send(self._after, self._next_activation.of(m), meta, [out])
 
     def _input_of(self, m: int, fields: Batch) -> Tensor:
         """The data, or the activation of the previous stage."""

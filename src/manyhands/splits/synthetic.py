@@ -34,9 +34,11 @@ SIZES = "sizes:"
 
 
 def perceptron(inputs: int, outputs: int, hidden: int, layers: int) -> nn.Sequential:
-    """`layers` hidden layers. The last layer is 0 at first, and so are the predictions."""
+    """`layers` hidden layers, each normalised. The last layer is 0 at first, and so are the predictions."""
     widths = [inputs, *[hidden] * layers]
-    parts = [part for one, next_one in pairwise(widths) for part in (nn.Linear(one, next_one), nn.ReLU())]
+    parts: list[nn.Module] = []
+    for one, next_one in pairwise(widths):
+        parts += [nn.Linear(one, next_one), nn.LayerNorm(next_one), nn.ReLU()]
     last = nn.Linear(widths[-1], outputs)
     for p in last.parameters():
         nn.init.zeros_(p)

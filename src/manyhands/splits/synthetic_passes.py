@@ -10,7 +10,6 @@ A loss comes with an error. A stage sends the newest one that it knows, so a los
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from torch.nn.functional import one_hot
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.port import Meta, Transport, recv
 from manyhands.core.rule import Rule
-from manyhands.core.stage import Keep
 from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
 from manyhands.splits.stage_passes import StagePasses
@@ -65,27 +63,13 @@ class SyntheticPasses(StagePasses):
     def receive(self, m: int) -> Meta:
         return () if self.inputs.is_made else super().receive(m)
 
-    def forward(
-        self,
-        m: int,
-        fields: Batch,
-        weights: list[Tensor],
-        rank: int,
-        step: int,
-        key: Hashable,
-        keep: Keep = "graph",
-        meta: Meta = (),
-    ) -> Tensor:
-        out = super().forward(m, fields, weights, rank, step, key, keep, meta)
-        if self.index < self.last:
-            samples = len(fields[0])
-            refuse_unless(
-                len(out) == samples, "the first dimension of an activation", len(out), f"{samples}, a sample each"
-            )
-            seen = self._seen_by_errors[m] = self._conditions(_rows(out), fields[-1])
-            if not self.errors.is_made:
-                self.errors.make(seen.shape[1], out.shape[1:], out.dtype)
-        return out
+    def _hand_up(self, m: int, fields: Batch, meta: Meta, out: Tensor) -> None:
+        super()._hand_up(m, fields, meta, out)
+        bound = f"{len(fields[0])}: it is the number of samples"
+        refuse_unless(len(out) == len(fields[0]), "the first dimension of an activation", len(out), bound)
+        seen = self._seen_by_errors[m] = self._conditions(_rows(out), fields[-1])
+        if not self.errors.is_made:
+            self.errors.make(seen.shape[1], out.shape[1:], out.dtype)
 
     def _input_of(self, m: int, fields: Batch) -> Tensor:
         """The first mini-batch of a run has the real input, because its size is not known before."""

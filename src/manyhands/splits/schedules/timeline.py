@@ -80,7 +80,7 @@ def _inputs(action: Action, last: int, predicted: Collection[tuple[int, int]]) -
     op, m, s = action
     if op == "F":
         return [(Action("F", m, s - 1),)] if s else []
-    above = [(Action("B", m, s + 1), Action("I", m, s + 1))] if s < last else []
+    above: list[tuple[Action, ...]] = [(Action("B", m, s + 1), Action("I", m, s + 1))] if s < last else []
     if op in "BI":
         return [(Action("F", m, s),), *(above if (m, s) not in predicted else [])]
     if op == "L":
