@@ -31,6 +31,7 @@ from manyhands.core.vector_ops import UNCHARGED, VectorOps, vector_ops
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 from manyhands.rules import Adam, Sgd
+from manyhands.splits.synthetic import SyntheticModel
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.virtual.closed_form_collectives import ClosedFormCollective
 from manyhands.virtual.cluster import Cluster
@@ -195,6 +196,7 @@ class Written(TorchDispatchMode):
 
 
 PRIMITIVES = [(Worker, "_run"), *((Stage, name) for name in ("forward", "backward", "inward", "weigh"))]
+PRIMITIVES += [(SyntheticModel, "predict"), (SyntheticModel, "learn")]
 PRIMITIVES += [(kind, "answer") for kind in {type(make()) for make in EVERY.values()} if "answer" in vars(kind)]
 PRIMITIVES += [
     (kind, name)

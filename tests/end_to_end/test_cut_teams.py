@@ -11,6 +11,7 @@ import manyhands as mh
 from branched_models import LENGTH, WORDS, Branching, Gpt, UNet
 from manyhands.core.work import work_of
 from manyhands.rules import Momentum
+from manyhands.splits.piped import SCHEDULES
 from manyhands.strategies.grid import Grid
 from manyhands.tasks import load
 
@@ -61,12 +62,31 @@ def test_over_stages_a_model_is_trained_as_by_one_worker(name, stages):
     assert alone.final_loss == pytest.approx(teams.final_loss, abs=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "one-f-one-b"])
+@pytest.mark.parametrize("keep", ["graph", "inputs"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", ["gpt", "tied gpt"])
-def test_micro_batches_are_summed(name, schedule):
+def test_micro_batches_are_summed(name, schedule, keep):
+    """Also with two stages on each rank; tied weights are then on one of them or on two."""
     alone = train(TASKS[name])
-    teams = train(TASKS[name], mh.piped(2, micro_batches=4, schedule=schedule))
+    teams = train(TASKS[name], mh.piped(2, micro_batches=4, schedule=schedule, keep=keep))
     assert difference(alone, teams) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_replay_of_a_segment_has_the_same_masks_and_moves_statistics_once(schedule):
+    gpt, net = task(lambda: Gpt(rate=0.3), words(), None), task(UNet, images())
+    for model in (gpt, net):
+        runs = [train(model, mh.piped(2, 4, schedule=schedule, keep=keep, chunks=2)) for keep in ("graph", "inputs")]
+        assert runs[0].weights_sha256 == runs[1].weights_sha256
+        assert all(torch.equal(x, runs[1].buffers[name]) for name, x in runs[0].buffers.items())
+    assert runs[1].buffers["norm.num_batches_tracked"] == 5 * 4
+
+
+def test_the_halves_of_a_backward_pass_of_a_segment():
+    """Linear layers and convolutions of a U-Net are divided, its transposed convolution is not."""
+    team = partial(mh.piped, 3, 4)
+    whole, split = (train(TASKS["u-net"], team(schedule=one)) for one in ("one-f-one-b", "zero-bubble"))
+    assert difference(whole, split) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -162,7 +182,7 @@ def test_a_chain_with_named_cuts_is_trained_as_its_layers_are():
 
 
 def test_virtual_seconds_follow_the_work_of_the_stages():
-    result = train(TASKS["u-net"], mh.piped(2, micro_batches=1))
+    result = train(TASKS["u-net"], mh.piped(2, micro_batches=1, keep="graph"))
     seconds = [
         sum(line["compute"] for line in result.records if line["kind"] == "step" and line["rank"] == rank)
         for rank in (0, 1)

@@ -14,6 +14,7 @@ import manyhands as mh
 from manyhands import catalog, rules
 from manyhands.codecs import Feedback, TopK
 from manyhands.strategies.elastic import Elastic
+from manyhands.strategies.streaming import Streaming
 
 from .small import chain, losses, task
 from .test_optimizers import NOT_PLAIN, SERVED, alone, doubled, method, taken
@@ -23,9 +24,10 @@ METHOD = pytest.mark.parametrize("name", sorted(catalog.__all__))
 WORKERS, STEPS, BATCH = 3, 6, 8
 RULE = rules.Momentum(0.02, weight_decay=0.1)
 
-TIED = "of stage 2 is tied to stage 1, but stages must not share weights"
+TIED = "2.weight and 4.weight are one parameter of several stages, which a pipeline that streams would change"
+STREAMS = [name for name in catalog.pipelines.__all__ if isinstance(getattr(mh, name)(), Streaming)]
 REFUSED = {
-    **{(name, "tied"): TIED for name in catalog.pipelines.__all__ if name != "interleaved"},  # which has one stage
+    **{(name, "tied"): TIED for name in STREAMS},
     (
         "adaptive_batch",
         "stream without steps",
@@ -117,7 +119,8 @@ def test_tied_parameters_are_one_and_move_once(name):
         assert "4.weight" not in result.weights
         twin = trained(name, used_twice)
         pairs = zip(result.weights.values(), twin.weights.values(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        rounding = 1e-6 if name == "zero_bubble" else 0.0  # the two uses are added in another order
+        assert all(torch.allclose(one, other, rtol=rounding, atol=rounding) for one, other in pairs)
 
 
 class Spare(nn.Linear):

@@ -202,19 +202,10 @@ def test_a_pipeline_is_refused_a_model_that_it_cannot_cut(method):
         pass
 
     message = refused(train(METHODS[method], task(model=lambda: Net(4, 2))))
-    assert message in (
-        "the model is a Net, but a pipeline needs an nn.Sequential",
-        "the number of stages is 4, but must be <= 1, into which the model can be cut",
-    )
+    assert message == "the number of stages is 4, but must be <= 1, into which the model can be cut"
     message = refused(train(METHODS[method], cluster=mh.Cluster(workers=5)))
     assert message == "the number of stages is 5, but must be <= 4, the number of layers with parameters"
 
-    def tied():
-        layers = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
-        layers[3].weight = layers[0].weight
-        return layers
-
-    assert "is tied to stage 0" in refused(train(METHODS[method], task(model=tied)))
     assert "loss function" in refused(train(METHODS[method], task(loss=None)))
 
 

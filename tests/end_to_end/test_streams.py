@@ -259,7 +259,7 @@ def test_a_conditional_model_sees_class_numbers_one_hot_or_the_target_itself():
         (lambda: task(batch_size=8), {"lag": 2}, "lag is 2, but must be 0 or 1"),
         (lambda: task(batch_size=8), {"layers": -1}, "layers is -1, but must be >= 0"),
         (lambda: task(batch_size=8), {"hidden": 0}, "hidden is 0, but must be >= 1"),
-        (lambda: words(), {"synthetic_inputs": True}, "synthetic_inputs is True, but the data are torch.int64"),
+        (lambda: words(), {"synthetic_inputs": True}, "synthetic_inputs is True: the data are torch.int64"),
     ],
     ids=range(5),
 )

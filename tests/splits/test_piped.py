@@ -123,11 +123,11 @@ def test_the_first_half_computes_no_gradient_of_a_weight():
     def program(transport):
         of = task(MODULES["plain"])
         w = Worker(transport, of, of.build(0), seed=0, steps=1, batch_size=12)
-        stage = Stage(w, w.model, splits=True)
+        stage = Stage(w, w.model, lambda inputs, received: w.model(*received), splits=True)
         w.flat.open(by_hooks=False)
         x, y = of.data.tensors
-        loss = stage.forward(0, x, stage.live, lambda out: mse_loss(out, y))
-        error = stage.inward(0, torch.ones_like(loss))
+        (loss,) = stage.forward(0, (), [x.clone().requires_grad_()], stage.live, lambda out: mse_loss(out, y))
+        (error,) = stage.inward(0, [torch.ones_like(loss)])
         between = len(w.flat._arrived)
         stage.weigh(0)
         return between, len(w.flat._arrived), error.shape

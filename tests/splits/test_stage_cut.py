@@ -11,7 +11,9 @@ from torch.utils.data import TensorDataset
 import manyhands as mh
 from manyhands.core.errors import Refused
 from manyhands.core.work import work_of
+from manyhands.splits.cuts import Cuts
 from manyhands.splits.layers import stages
+from manyhands.splits.tied_weights import shared_names
 from manyhands.tasks import load
 
 
@@ -84,15 +86,15 @@ def test_layers_that_only_compute_belong_to_a_stage_that_has_parameters():
     assert sum(lengths(model, 2)) == 4
     with pytest.raises(Refused, match="the number of stages is 3, but must be <= 2"):
         stages(model, 3)
-    with pytest.raises(Refused, match=r"the model is a Linear, but a pipeline needs an nn\.Sequential"):
-        stages(model[0], 1)
 
 
-def test_stages_must_not_share_weights():
+def test_layers_that_share_weights_over_a_cut_are_cut_by_running_them():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert [type(stage) for stage in Cuts().stages(model, 2)] == [nn.Sequential] * 2
     model[1].weight = model[0].weight
-    with pytest.raises(Refused, match="is tied to stage 0"):
-        stages(model, 2)
+    first, last = Cuts(example=(torch.zeros(2, 4),)).stages(model, 2)
+    assert shared_names(model, [first, last]) == ["0.weight", "1.weight"]
+    assert first.own.tensors == {"0.weight": {0, 1}, "0.bias": {0}, "1.bias": {1}}
 
 
 # --- the clock

@@ -1,13 +1,16 @@
 """Stage: forward and backward pass of a part of the model, with weights chosen by the caller.
 
-    F(m)  forward       the graph of micro-batch m is kept, or only its input
-    B(m)  backward      the gradient into the flat one, and the error for the previous stage; the forward pass is
-                        replayed if only the input was kept
-    I(m)  inward        the error, and what the weights' gradients need
+    F(m)  forward       the graph of micro-batch m is kept, or only its inputs
+    B(m)  backward      the gradient into the flat one, and the errors for the previous stage; the forward pass is
+                        replayed if only the inputs were kept
+    I(m)  inward        the errors, and what the weights' gradients need
     W(m)  weigh         those gradients:  B(m) = I(m), W(m)
 
-Weights other than the current ones are passed in as leaves (`torch.func.functional_call`), so that an update between
-the two passes does not invalidate the graph, and the backward pass does not use newer weights by mistake.
+A stage takes and returns several values: the activation, and skip connections if the model is no chain of layers. One
+that is None does not exist; one that does not require a gradient has no error.
+
+Weights other than the current ones are passed in as leaves (core/substitution.py), so that an update between the two
+passes does not invalidate the graph, and the backward pass does not use newer weights by mistake.
 
 A replay has the random numbers of the first pass, because it seeds them again, and its buffers (BatchNorm's statistics)
 as they were then; it changes copies of them, so that a mini-batch counts once. What a module changes elsewhere is
@@ -16,17 +19,18 @@ changed twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.errors import Refused
+from manyhands.core.strategy import Batch
+from manyhands.core.substitution import Substitution
 from manyhands.core.weight_products import WeightProducts, layers_apart, weigh
 from manyhands.core.worker import Worker
 
@@ -34,20 +38,27 @@ Keep = Literal["graph", "inputs"]
 """What is kept between the passes of a micro-batch."""
 Seed = tuple[int, int, Hashable]
 """What the random numbers of a pass depend on: a rank, a step and a key."""
-Loss = Callable[[Tensor], Tensor]
+Values = Sequence[Tensor | None]
+"""What travels between two stages."""
+Compute = Callable[[Batch, Values], Any]
+"""compute(inputs of the model, received values): a tensor, or a tuple of values; on the last stage any output."""
+Loss = Callable[[Any], Tensor]
+"""Takes what the last stage computes."""
 Products = list[Callable[[], None]]
 
 
 @dataclass(slots=True)
 class Pass:
-    """A micro-batch between its passes. `out` is None if only the input is kept; `buffers` are those to replay with."""
+    """A micro-batch between its passes. `out` is None if only inputs are kept; `buffers` are those to replay with."""
 
-    x: Tensor
+    inputs: Batch
+    received: Values
     weights: list[Tensor]
     loss: Loss | None
     seed: Seed | None
-    buffers: Mapping[str, Tensor]
-    out: Tensor | None = None
+    samples: int
+    buffers: list[Tensor]
+    out: Values | None = None
     products: Products = field(default_factory=list)
     layers: WeightProducts | None = None
 
@@ -57,8 +68,8 @@ class Stage:
 
     Args:
         w: this rank, whose flat model has the parameters of the part.
-        module: the layers.
-        is_first: whether its input is data, for which no error is computed.
+        module: has the layers of the part.
+        compute: runs it.
         splits: whether its backward passes are I and W.
         meter: measures what is kept; None: nothing is measured.
     """
@@ -67,21 +78,20 @@ class Stage:
         self,
         w: Worker,
         module: nn.Module,
+        compute: Compute,
         *,
-        is_first: bool = False,
         splits: bool = False,
         meter: ActivationMeter | None = None,
     ) -> None:
-        self._w = w
-        self._module = module
-        self._is_first, self._splits = is_first, splits
+        self._w, self._compute, self._splits = w, compute, splits
         self._meter = meter or ActivationMeter()
         parameters = dict(w.model.named_parameters())
-        own = {id(p): name for name, p in module.named_parameters()}
+        own = {id(p) for p in module.parameters()}
         self._slots = [slot for slot in w.flat.slots if id(parameters[slot.name]) in own]
         self.live: list[Tensor] = [parameters[slot.name] for slot in self._slots]
         """The current parameters of the stage, in the order of the flat model."""
-        self._names = [own[id(p)] for p in self.live]
+        self._weights = Substitution(w.model, self.live)
+        self._buffers = Substitution(w.model, module.buffers())
         self._layers = layers_apart(module, splits=splits)
         self._share = w.share_of(module)
         self._saved: dict[int, Pass] = {}
@@ -89,46 +99,57 @@ class Stage:
     def forward(
         self,
         m: int,
-        x: Tensor,
+        inputs: Batch,
+        received: Values,
         weights: list[Tensor],
         loss: Loss | None = None,
         *,
         keep: Keep = "graph",
         seed: Seed | None = None,
-    ) -> Tensor:
-        """Run micro-batch `m`. The output, or the loss if one is given. `seed`: of dropout and the like."""
-        x = x.detach()
-        if x.is_floating_point() and not self._is_first:
-            x.requires_grad_()
+        samples: int = 1,
+    ) -> Values:
+        """Run micro-batch `m`. The values for the next stage, or the loss if one is given.
+
+        Args:
+            m: the number of the micro-batch.
+            inputs: those of the model.
+            received: leaves, of which those that need an error require a gradient.
+            weights: to be used by both passes.
+            loss: of what the last stage computes.
+            keep: what is kept until the backward pass.
+            seed: of dropout and the like.
+            samples: how many it has.
+        """
         with self._w.timer.computing():
-            buffers = dict(self._module.named_buffers()) if keep == "inputs" else {}
-            one = Pass(x, weights, loss, seed, {name: buffer.clone() for name, buffer in buffers.items()})
+            buffers = [buffer.clone() for buffer in self._buffers.current()] if keep == "inputs" else []
+            one = Pass(inputs, received, weights, loss, seed, samples, buffers)
             one.layers = self._apart(weights, one.products)
             self._saved[m] = one
-            version = x._version
+            before = _version_numbers(one) if keep == "inputs" else []
             with torch.set_grad_enabled(keep == "graph"), self._meter.saving(self._key(m), weights):
-                out = self._run(one, {})
+                out = self._run(one)
             if keep == "graph":
-                one.out = out
-                self._meter.keep(self._key(m), out)
-            elif x._version != version:
+                one.out, one.inputs = out, ()
+                self._meter.keep(self._key(m), *_existing(out))
+            elif _version_numbers(one) != before:
                 raise Refused(
                     "a stage changes its input in place, but must not, because a replay reads it: keep graphs"
                 )
-            self._meter.keep(self._key(m), x)
-            self._w.charge_passes(len(x), self._share.forward)
-        return out.detach()
+            self._meter.keep(self._key(m), *_existing(received or inputs))
+            self._w.charge_passes(samples, self._share.forward)
+        return out
 
-    def _run(self, one: Pass, buffers: Mapping[str, Tensor]) -> Tensor:
-        """The output, or the loss; with buffers other than those of the module, if they are given."""
+    def _run(self, one: Pass, replays: bool = False) -> Values:
+        """What is computed; a replay changes the saved buffers."""
         if one.seed is not None:
             self._w.seed_torch(*one.seed)
-        given = dict(buffers)
-        if one.weights is not self.live:
-            given |= zip(self._names, one.weights, strict=True)
-        with one.layers or nullcontext():
-            out: Tensor = functional_call(self._module, given, (one.x,)) if given else self._module(one.x)
-            return out if one.loss is None else one.loss(out)
+        weights = nullcontext() if one.weights is self.live else self._weights.by(one.weights)
+        buffers = self._buffers.by(one.buffers) if replays and one.buffers else nullcontext()
+        with weights, buffers, one.layers or nullcontext():
+            out = self._compute(one.inputs, one.received)
+            if one.loss is not None:
+                out = one.loss(out)
+        return (out,) if isinstance(out, Tensor) else out
 
     def _apart(self, weights: list[Tensor], products: Products) -> WeightProducts | None:
         if not self._layers:
@@ -136,46 +157,54 @@ class Stage:
         slots = {id(weight): slot for weight, slot in zip(weights, self._slots, strict=True)}
         return WeightProducts(self._w.flat, self._layers, slots, products if self._splits else None)
 
-    def backward(self, m: int, error: Tensor) -> Tensor | None:
-        """Back-propagate `error` through micro-batch `m` into the flat gradient; the error for the previous stage."""
+    def backward(self, m: int, errors: Values) -> Values:
+        """Back-propagate through micro-batch `m` into the flat gradient; the errors of what was received."""
         with self._w.timer.computing():
-            found = self._propagate(m, error)
+            found = self._propagate(m, errors)
             weigh(self._saved[m].products)
-            self._w.charge_passes(len(self._saved[m].x), self._share.backward)
+            self._w.charge_passes(self._saved[m].samples, self._share.backward)
         self._forget(m)
         return found
 
-    def inward(self, m: int, error: Tensor) -> Tensor | None:
-        """The first half of `backward`: the error for the previous stage. `error` is used until `weigh(m)`."""
+    def inward(self, m: int, errors: Values) -> Values:
+        """The first half of `backward`: the errors of what was received. `errors` are used until `weigh(m)`."""
         with self._w.timer.computing():
-            found = self._propagate(m, error)
-            self._w.charge_passes(len(self._saved[m].x), self._share.to_input)
+            found = self._propagate(m, errors)
+            self._w.charge_passes(self._saved[m].samples, self._share.to_input)
         return found
 
     def weigh(self, m: int) -> None:
         """The second half: the gradients of the weights."""
         with self._w.timer.computing():
             weigh(self._saved[m].products)
-            self._w.charge_passes(len(self._saved[m].x), self._share.to_weights)
+            self._w.charge_passes(self._saved[m].samples, self._share.to_weights)
         self._forget(m)
 
-    def _propagate(self, m: int, error: Tensor) -> Tensor | None:
+    def _propagate(self, m: int, errors: Values) -> Values:
         """Run autograd; what it computes of the gradient is put into the flat one."""
         one = self._saved[m]
         if one.out is None:
             with torch.enable_grad(), self._meter.saving(self._key(m), one.weights):
-                one.out = self._run(one, one.buffers)
-            self._w.charge_passes(len(one.x), self._share.forward)
-        inputs = [*one.weights, one.x] if one.x.requires_grad else one.weights
-        if not (inputs and one.out.requires_grad):  # neither this stage nor a previous one is trained
-            return None
+                one.out = self._run(one, replays=True)
+            self._w.charge_passes(one.samples, self._share.forward)
+        pairs = [
+            (x, error)
+            for x, error in zip(one.out, errors, strict=True)
+            if x is not None and error is not None and x.requires_grad
+        ]
+        leaves = [x for x in one.received if x is not None and x.requires_grad]
+        inputs = [*one.weights, *leaves]
+        if not (inputs and pairs):  # neither this stage nor a previous one is trained
+            return [None] * len(one.received)
+        outputs, weighed = zip(*pairs, strict=True)
         with nullcontext() if one.layers is None else one.layers.propagating():
-            grads = torch.autograd.grad(one.out, inputs, error, allow_unused=True)
+            grads = torch.autograd.grad(outputs, inputs, weighed, allow_unused=True)
         one.out = None
         for slot, g in zip(self._slots, grads, strict=False):
             if g is not None:
                 self._w.flat.put(slot, g)
-        return grads[-1] if one.x.requires_grad else None
+        found = iter(grads[len(one.weights) :])
+        return [next(found) if x is not None and x.requires_grad else None for x in one.received]
 
     def _key(self, m: int) -> Hashable:
         return id(self), m
@@ -183,3 +212,12 @@ class Stage:
     def _forget(self, m: int) -> None:
         del self._saved[m]
         self._meter.free(self._key(m))
+
+
+def _existing(values: Values) -> list[Tensor]:
+    return [x for x in values if x is not None]
+
+
+def _version_numbers(one: Pass) -> list[int]:
+    """They change if a tensor is written in place."""
+    return [x._version for x in _existing((*one.inputs, *one.received))]

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.work import source_of, work_of
 from manyhands.core.work_counter import copy_with_same_parameters
 from manyhands.splits.cut_pass import CutPass, CutPlan
+from manyhands.splits.cut_stage import Belongings, CutStage
 from manyhands.splits.layers import balanced_cuts
 from manyhands.splits.placeholder import PARAMETER, Key, Missing, tensors_in
 from manyhands.splits.recording import Candidate, Recording
@@ -39,62 +40,6 @@ from manyhands.splits.recording import Candidate, Recording
 Balance = Literal["work", "parameters"]
 WORTH_CARRYING = 1.1
 """How many times larger the largest stage may become so that only activations travel."""
-
-
-class Belongings(NamedTuple):
-    """The stage in which each module ends, and the stages that use each parameter and buffer, by name."""
-
-    modules: Mapping[str, int]
-    tensors: Mapping[str, tuple[int, ...]]
-
-
-class CutStage(nn.Module):
-    """One stage of a model.
-
-    Args:
-        model: the whole model, which is not changed.
-        plan: where it is cut.
-        index: the number of the stage.
-        own: what belongs to which stage.
-    """
-
-    def __init__(self, model: nn.Module, plan: CutPlan, index: int, own: Belongings) -> None:
-        super().__init__()
-        self._in_tuple = (model,)  # so that it is not a module inside this one
-        self.plan, self.index = plan, index
-        self._modules_here = {name for name, stage in own.modules.items() if stage == index}
-        self._tensors_here = {name for name, stages in own.tensors.items() if index in stages}
-        shared = {name: stages for name, stages in own.tensors.items() if len(stages) > 1 and index in stages}
-        self.tied = {name: shared[name] for name, _ in self.named_parameters() if name in shared}
-        """The stages that use a parameter, of those that several use."""
-        self._sizes: dict[Any, Any] = {}
-
-    @property
-    def whole(self) -> nn.Module:
-        """The model."""
-        return self._in_tuple[0]
-
-    def forward(self, fields: Sequence[Any], received: Sequence[Tensor | None]) -> Any:
-        """What travels to the next stage; on the last stage, what the model returns.
-
-        Args:
-            fields: the inputs of the model: every stage has the mini-batch.
-            received: what the previous stage returned; empty on the first one.
-        """
-        return CutPass(self.whole, self.plan, self.index, self._sizes, received).run(fields)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """This stage and the modules of the model that end in it, by their names in the model."""
-        yield "", self
-        yield from ((name, one) for name, one in self.whole.named_modules() if name in self._modules_here)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this stage uses, by their names in the model."""
-        yield from ((name, p) for name, p in self.whole.named_parameters() if name in self._tensors_here)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The buffers that this stage uses, by their names in the model."""
-        yield from ((name, x) for name, x in self.whole.named_buffers() if name in self._tensors_here)
 
 
 def cut(
@@ -287,5 +232,5 @@ def _belongings(recording: Recording, model: nn.Module, chosen: Sequence[Candida
     times = [one.time for one in chosen]
     return Belongings(
         {name: bisect_right(times, recording.left.get(name, 0)) for name, _ in model.named_modules()},
-        {name: tuple(sorted(use.segments(times))) or (0,) for name, use in recording.uses.items()},
+        {name: frozenset(use.segments(times) or {0}) for name, use in recording.uses.items()},
     )

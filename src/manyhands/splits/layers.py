@@ -16,22 +16,18 @@ from itertools import accumulate, pairwise
 
 from torch import nn
 
-from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.errors import refuse_unless
 from manyhands.core.work import work_of
 
 
-def stages(model: nn.Module, count: int) -> list[nn.Sequential]:
+def stages(model: nn.Sequential, count: int) -> list[nn.Sequential]:
     """Cut a Sequential into `count` stages, each with at least one layer that has parameters."""
-    if not isinstance(model, nn.Sequential):
-        raise Refused(f"the model is a {type(model).__name__}, but a pipeline needs an nn.Sequential")
     has_parameters = tuple(any(True for _ in layer.parameters()) for layer in model)
     layers = sum(has_parameters)
     refuse_unless(count <= layers, "the number of stages", count, f"<= {layers}, the number of layers with parameters")
     _, first = balanced_cuts(_layer_work(model), has_parameters, count)
     cuts = [0, *first, len(model)]
-    cut = [nn.Sequential(*list(model)[start:stop]) for start, stop in pairwise(cuts)]
-    _refuse_ties(cut)
-    return cut
+    return [nn.Sequential(*list(model)[start:stop]) for start, stop in pairwise(cuts)]
 
 
 def _layer_work(model: nn.Sequential) -> tuple[float, ...]:
@@ -59,11 +55,3 @@ def balanced_cuts(work: Sequence[float], has_parameters: Sequence[bool], count: 
         return min(options, default=(float("inf"), ()))
 
     return best(len(work), count)
-
-
-def _refuse_ties(cut: list[nn.Sequential]) -> None:
-    owner: dict[int, int] = {}
-    for s, stage in enumerate(cut):
-        for name, p in stage.named_parameters():
-            if owner.setdefault(id(p), s) != s:
-                raise Refused(f"{name} of stage {s} is tied to stage {owner[id(p)]}, but stages must not share weights")

@@ -1,7 +1,7 @@
 """Piped: a team of pipeline stages. The micro-batches of a mini-batch pass through them; their gradients are summed.
 
     part      the layers of one stage, or of several that lie apart (rank r of P has r, r + P, ...): of an nn.Sequential
-              (splits/layers.py), or of any module (splits/cutting.py)
+              or of any module (splits/cuts.py)
     gradient  F(m) and B(m) for all micro-batches m, in the order of a schedule that flushes: all have passed at its end
     sent      S - 1 activations forward and as many errors backward for each micro-batch, with S stages; of a module
               that is no nn.Sequential also its skip connections, and the gradients of weights that several stages use
@@ -15,24 +15,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from torch import nn
 
 from manyhands.core.activation_meter import ActivationMeter
-from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.errors import refuse_unless
 from manyhands.core.port import Transport
 from manyhands.core.stage import Keep
 from manyhands.core.strategy import Batch
 from manyhands.core.team import Origin
-from manyhands.core.work import source_of
 from manyhands.core.worker import Worker
 from manyhands.splits import schedules
-from manyhands.splits.cut_passes import CutPasses
-from manyhands.splits.cutting import Balance, CutStage
-from manyhands.splits.cutting import cut as cut_stages
-from manyhands.splits.layers import stages
+from manyhands.splits.cut_stage import CutStage
+from manyhands.splits.cuts import Cuts, joined, parted
+from manyhands.splits.cutting import Balance
 from manyhands.splits.stage_passes import StagePasses
+from manyhands.splits.tied_weights import TiedWeights
 
 FlushingSchedule = Literal["gpipe", "one-f-one-b", "interleaved", "zero-bubble"]
 SCHEDULES: Mapping[FlushingSchedule, schedules.Schedule] = {
@@ -42,7 +41,6 @@ SCHEDULES: Mapping[FlushingSchedule, schedules.Schedule] = {
     "zero-bubble": schedules.zero_bubble,
 }
 """Those that flush."""
-NEEDS = "a pipeline needs a task with a loss function and real data"
 
 
 @dataclass
@@ -81,11 +79,7 @@ class Piped:
             is_default, "chunks", self.chunks, "left as it is: only 'interleaved' has several stages per rank"
         )
         refuse_unless(self.keep in (None, "graph", "inputs"), "keep", self.keep, "one of graph, inputs")
-        refuse_unless(
-            self.balance in get_args(Balance), "balance", self.balance, f"one of {', '.join(get_args(Balance))}"
-        )
-        if isinstance(self.cut, str):
-            self.cut = self.cut.replace(",", " ").split()
+        self._cuts = Cuts(self.cut, self.balance, self.example)
 
     @property
     def size(self) -> int:
@@ -93,7 +87,7 @@ class Piped:
 
     def check(self, size: int, batch_size: int, model: nn.Module) -> None:
         """The model must have a layer for each stage, and the mini-batch must be divisible."""
-        self._stages(model, size * self._chunks(size))
+        self.part(model, 0, size)
         M = self.micro_batches
         refuse_unless(batch_size % M == 0, "batch_size", batch_size, f"divisible by micro_batches = {M}")
         self._rows(size)
@@ -108,53 +102,26 @@ class Piped:
         return SCHEDULES[self.schedule](size, self.micro_batches)
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
-        own = self._stages(model, size * self._chunks(size))[index::size]
-        return own[0] if len(own) == 1 else nn.ModuleList(own)
-
-    def _stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
-        """The layers of an nn.Sequential; of other modules, or with chosen cuts, segments of their forward pass."""
-        is_chain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-        if is_chain and self.cut is None and self.balance == "work":
-            return stages(model, count)
-        kind = type(model).__name__
-        if any(p.is_meta for p in model.parameters()):
-            raise Refused(f"the model is a {kind} of sizes only, but is cut by running it: {NEEDS}")
-        fits = self.schedule in ("gpipe", "one-f-one-b")
-        refuse_unless(fits, "schedule", self.schedule, f"gpipe or one-f-one-b: a {kind} is cut by running it")
-        refuse_unless(self.keep != "inputs", "keep", self.keep, f"graph: a {kind} is cut by running it")
-        example = source_of(model).example
-        if self.example is None and example is None:
-            raise Refused(
-                f"the model is a {kind}, which is cut by running it: give inputs for a few samples, "
-                "piped(example=(x,)), or make it an nn.Sequential"
-            )
-        inputs = self.example if self.example is not None or example is None else example()
-        assert inputs is not None
-        return cut_stages(model, inputs, count, self.cut, self.balance)
+        return joined(self._cuts.stages(model, size * self._chunks(size))[index::size])
 
     def begin(self, w: Worker, members: Transport) -> None:
         """This member's row of the schedule, and the passes of its stages."""
-        has_loss = w.task.loss is not None or (isinstance(w.trained, CutStage) and w.task.gradient is None)
-        if not has_loss or w.task.sizes_only:
-            raise Refused(NEEDS)
+        modules = parted(w.trained)
         size, index = members.size, members.rank
         if size == self.micro_batches == 1:
             return
         w.team = self
         rows = self._rows(size)
         self._row, depth = rows[index], max(map(schedules.in_flight, rows))
+        self._keep: Keep = self.keep or ("inputs" if self.schedule == "gpipe" else "graph")
         self._meter = ActivationMeter()
-        if isinstance(w.trained, CutStage):
-            self._keep: Keep = "graph"
-            self._passes: Mapping[int, StagePasses] = {index: CutPasses(w, members, w.trained, depth)}
-            return
-        self._keep = self.keep or ("inputs" if self.schedule == "gpipe" else "graph")
         self._meter.on = True
         count, splits = size * self._chunks(size), self.schedule == "zero-bubble"
         passes_of = partial(StagePasses, depth=depth, stages=count, splits=splits, meter=self._meter)
-        modules = w.trained if isinstance(w.trained, nn.ModuleList) else [w.trained]
         numbers = range(index, count, size)
         self._passes = {s: passes_of(w, members, module, index=s) for s, module in zip(numbers, modules, strict=True)}
+        users = modules[0].own.tensors if isinstance(modules[0], CutStage) else {}
+        self._tied = TiedWeights(w, members, users)
 
     def gradient(self, w: Worker, batch: Batch, origin: Origin) -> float:
         """Play this rank's row; the loss is the mean over all samples, on every member."""
@@ -173,12 +140,9 @@ class Piped:
                 back = passes.backward if op == "B" else passes.inward
                 back(m, len(chunks[m][0]) / samples)
         w.flat.close()
-        if isinstance(passes, CutPasses):
-            passes.sum_tied()
-        else:
-            self._meter.on, w.activations = False, self._meter.most
-        losses = [float(passes.losses[m]) for m in range(M)]
-        return sum(loss * len(chunk[0]) for loss, chunk in zip(losses, chunks, strict=True)) / samples
+        self._tied.sum()
+        self._meter.on, w.activations = False, self._meter.most
+        return sum(passes.losses[m] * len(chunk[0]) for m, chunk in enumerate(chunks)) / samples
 
 
 EXAMPLES: Mapping[str, Piped] = {

@@ -19,6 +19,7 @@ from torch.nn.functional import one_hot
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.port import Meta, Transport, recv
 from manyhands.core.rule import Rule
+from manyhands.core.stage import Keep, Values
 from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
 from manyhands.splits.stage_passes import StagePasses
@@ -63,42 +64,43 @@ class SyntheticPasses(StagePasses):
     def receive(self, m: int) -> Meta:
         return () if self.inputs.is_made else super().receive(m)
 
-    def _hand_up(self, m: int, fields: Batch, meta: Meta, out: Tensor) -> None:
-        super()._hand_up(m, fields, meta, out)
+    def _hand_up(self, m: int, fields: Batch, meta: Meta, out: Values, keep: Keep) -> None:
+        super()._hand_up(m, fields, meta, out, keep)
+        h = _only(out)
         bound = f"{len(fields[0])}: it is the number of samples"
-        refuse_unless(len(out) == len(fields[0]), "the first dimension of an activation", len(out), bound)
-        seen = self._seen_by_errors[m] = self._conditions(_rows(out), fields[-1])
+        refuse_unless(len(h) == len(fields[0]), "the first dimension of an activation", len(h), bound)
+        seen = self._seen_by_errors[m] = self._conditions(_rows(h), fields[-1])
         if not self.errors.is_made:
-            self.errors.make(seen.shape[1], out.shape[1:], out.dtype)
+            self.errors.make(seen.shape[1], h.shape[1:], h.dtype)
 
-    def _input_of(self, m: int, fields: Batch) -> Tensor:
-        """The first mini-batch of a run has the real input, because its size is not known before."""
+    def _received(self, m: int, fields: Batch) -> Values:
+        """The first mini-batch of a run has the real activation, because its size is not known before."""
         if self.inputs.is_made:
             self._seen_by_inputs[m] = _rows(fields[0])
-            return self.inputs.predict(self._seen_by_inputs[m])
-        h = super()._input_of(m, fields)
+            return [self.inputs.predict(self._seen_by_inputs[m]).requires_grad_()]
+        values = super()._received(m, fields)
         if self.index and self._predicts_inputs:
             if not fields[0].is_floating_point():
-                raise Refused(
-                    f"synthetic_inputs is True, but the data are {fields[0].dtype}: they must be floating-point"
-                )
+                why = f"the data are {fields[0].dtype}, but must be floating-point numbers"
+                raise Refused(f"synthetic_inputs is True: {why}")
+            h = _only(values)
             self.inputs.make(_rows(fields[0]).shape[1], h.shape[1:], h.dtype)
-        return h
+        return values
 
-    def _error_of(self, m: int, share: float) -> Tensor:
+    def _errors_of(self, m: int, share: float) -> Values:
         """The prediction; at the last stage the error of the loss."""
         if self.index == self.last:
-            self.newest_loss = float(self.losses[m])
-            return super()._error_of(m, share)
-        self.losses[m] = torch.tensor(self.newest_loss)
+            self.newest_loss = self.losses[m]
+            return super()._errors_of(m, share)
+        self.losses[m] = self.newest_loss
         seen = self._seen_by_errors[m]
-        return self.errors.predict(seen).mul_(share / len(seen))
+        return [self.errors.predict(seen).mul_(share / len(seen))]
 
     def learn(self, m: int, samples: int) -> None:
         """L(m): M and I learn from what has come; `samples`: how many the run had consumed before m."""
         if self.index < self.last:
             message = recv(self._members, self._error.of(m), frm=self._after)
-            (error,), self.newest_loss = message.tensors, message.meta[0]
+            (error,), (_, (self.newest_loss,)) = message.tensors, message.meta
             self.errors.learn(self._seen_by_errors.pop(m), error * len(error), samples)
             message.release()
         if m in self._seen_by_inputs:
@@ -117,6 +119,13 @@ class SyntheticPasses(StagePasses):
                 refuse_unless(0 <= extreme < self._classes, "a target", extreme, bound)
             target = one_hot(target.long(), self._classes)
         return torch.cat([h, _rows(target).to(h.dtype)], 1)
+
+
+def _only(values: Values) -> Tensor:
+    """The activation; skip connections over the cut are refused."""
+    if len(values) != 1 or values[0] is None:
+        raise Refused(f"{len(values)} values travel over a cut, but one activation can be predicted: cut elsewhere")
+    return values[0].detach()
 
 
 def _rows(x: Tensor) -> Tensor:

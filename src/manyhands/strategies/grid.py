@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +37,7 @@ from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
 from manyhands.core.subgroup import Subgroup, as_job_ranks
 from manyhands.core.team import Team
 from manyhands.core.worker import Worker
+from manyhands.splits.tied_weights import shared_names
 
 TEAM_WATCH = Tag("team-watch", carries="nothing")
 """Never sent: a receive of it waits for the loss of a member."""
@@ -122,9 +122,7 @@ class Grid(Strategy):
 
     def _check_ties(self, model: nn.Module, parts: Sequence[nn.Module]) -> None:
         """Weights that several parts have stay equal only if every part applies the same gradient to them."""
-        holders = Counter(id(p) for part in parts for p in part.parameters() if p.requires_grad)
-        shared = {number for number, count in holders.items() if count > 1}
-        names = [name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in shared]
+        names = shared_names(model, parts)
         if names and not self.outer.traits.lockstep:
             raise Refused(
                 f"{' and '.join(names)} are one parameter of several stages, which a method that is not in lock step "

@@ -30,8 +30,8 @@ taken in are run; then it is filled again. Pipelines that flush after every mini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,9 +45,10 @@ from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.stage import Keep
 from manyhands.core.strategy import Batch, Strategy, Traits, Weights
 from manyhands.core.worker import Worker
-from manyhands.splits.layers import stages
+from manyhands.splits.cuts import Cuts
 from manyhands.splits.schedules import EndlessSchedule, finite, in_flight
 from manyhands.splits.stage_passes import StagePasses
+from manyhands.splits.tied_weights import shared_names
 from manyhands.splits.versions import Double, StageWeights, Versions, refuse_autocast, refuse_derived
 
 TURN = Tag("pipeline-turn", carries="nothing")
@@ -74,6 +75,7 @@ class Streaming(Strategy):
         keeps: what is kept of a forward pass: its graph, or only its input.
         micro_batches: into how many pieces a mini-batch is divided, which make one update.
         fills: whether a mini-batch is divided into 2K - 1 pieces of at least two samples, with an update each.
+        cuts: where the model is cut.
     """
 
     rule: Rule
@@ -82,6 +84,7 @@ class Streaming(Strategy):
     keeps: Keep = "graph"
     micro_batches: int = 1
     fills: bool = False
+    cuts: Cuts = field(default_factory=Cuts)
 
     def __post_init__(self) -> None:
         refuse_unless(self.micro_batches >= 1, "micro_batches", self.micro_batches, ">= 1")
@@ -111,7 +114,8 @@ class Streaming(Strategy):
 
     def check(self, workers: int, servers: int, batch_size: int, model: nn.Module) -> None:
         """The model must have a layer for each stage, a mini-batch a sample for each piece; no derived weights."""
-        stages(model, workers)
+        found = self.cuts.stages(model, workers)
+        _refuse_ties(model, found)
         if self.versions is Double:
             reason = f">= {workers - 1}, or more than two versions would be in use: one less than the stages"
             refuse_unless(self.micro_batches >= workers - 1, "micro_batches", self.micro_batches, reason)
@@ -127,10 +131,8 @@ class Streaming(Strategy):
 
     def setup(self, w: Worker) -> None:
         """This rank's stage and its passes; its row of the schedule; the mini-batches that are in flight."""
-        if w.task.loss is None or w.task.sizes_only:
-            raise Refused("a pipeline needs a task with a loss function and real data")
         self.index, count = w.workers.index(w.rank), len(w.workers)
-        module = stages(w.model, count)[self.index]
+        module = self.cuts.stages(w.model, count)[self.index]
         w.lay_out(module)
         depth = max(in_flight(row) for row in finite(self.schedule(count), 2 * count))
         self.passes = self._make_passes(w, module, depth + 1)
@@ -170,7 +172,7 @@ class Streaming(Strategy):
         samples, before = len(batch[0]), w.step * w.batch_size
         count = self._pieces(w, samples)
         refuse_unless(samples >= count, "the number of samples", samples, f">= {count}, the number of micro-batches")
-        for fields in zip(*(field.tensor_split(count) for field in batch), strict=True):
+        for fields in zip(*(x.tensor_split(count) for x in batch), strict=True):
             part = len(fields[0]) / samples
             share, rate = (1.0, part) if self.fills else (part, 1.0)
             self.in_flight[self.taken] = MicroBatch(fields, before, share, rate)
@@ -216,7 +218,7 @@ class Streaming(Strategy):
             weight_slice.update(group.grad, at, group.untouched())
         self.weights.updated(m)
         w.flat.open(by_hooks=False)
-        self.loss = sum(float(self.passes.losses.pop(one)) * piece.share for one, piece in pieces.items())
+        self.loss = sum(self.passes.losses.pop(one) * piece.share for one, piece in pieces.items())
         self.next_update.clear()
 
     def _turn(self, w: Worker, m: int) -> None:
@@ -264,3 +266,13 @@ class Streaming(Strategy):
     def declared_state(self, w: Worker) -> StateParts:
         """The state of the rule and of the versions, divided over the stages; a resumed run may have other stages."""
         return self.weights.state()
+
+
+def _refuse_ties(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Every stage would update its own copy, at another time."""
+    names = shared_names(model, parts)
+    if names:
+        raise Refused(
+            f"{' and '.join(names)} are one parameter of several stages, which a pipeline that streams would change "
+            "differently: cut where one stage has both, or use gpipe"
+        )

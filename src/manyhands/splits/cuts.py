@@ -1,0 +1,79 @@
+"""Cuts: how a model is divided into pipeline stages, as a user chooses it.
+
+nn.Sequential     its layers are divided (splits/layers.py)
+any other model   segments of its forward pass (splits/cutting.py), also an nn.Sequential with chosen cuts, or with
+                  weights that two of its stages would share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, get_args
+
+from torch import nn
+
+from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.work import source_of
+from manyhands.splits.cut_stage import CutStage, CutStages
+from manyhands.splits.cutting import Balance, cut
+from manyhands.splits.layers import stages
+from manyhands.splits.tied_weights import shared_names
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Where a model is cut into stages.
+
+    Args:
+        at: the names of the modules with which stages 1, 2, ... begin, also as one text; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen.
+        example: inputs of the model for a few samples; None: a task has some.
+    """
+
+    at: Sequence[str] | str | None = None
+    balance: Balance = "work"
+    example: Sequence[Any] | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        known = get_args(Balance)
+        refuse_unless(self.balance in known, "balance", self.balance, f"one of {', '.join(known)}")
+
+    def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
+        """The layers of an nn.Sequential; of other modules, or with chosen cuts, segments of their forward pass."""
+        if _is_chain(model) and self.at is None and self.balance == "work":
+            found = stages(model, count)
+            if not shared_names(model, found):
+                return found
+        names = self.at.replace(",", " ").split() if isinstance(self.at, str) else self.at
+        return cut(model, self._inputs(model), count, names, self.balance)
+
+    def _inputs(self, model: nn.Module) -> Sequence[Any]:
+        example = source_of(model).example
+        if self.example is not None:
+            return self.example
+        if example is None:
+            raise Refused(
+                f"the model is a {type(model).__name__}, which is cut by running it: give inputs for a few samples, "
+                "piped(example=(x,)), or make it an nn.Sequential"
+            )
+        return example()
+
+
+def _is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+
+
+def joined(own: Sequence[nn.Module]) -> nn.Module:
+    """The stages of one rank as a module."""
+    if len(own) == 1:
+        return own[0]
+    cut_stages = [stage for stage in own if isinstance(stage, CutStage)]
+    return CutStages(cut_stages) if cut_stages else nn.ModuleList(own)
+
+
+def parted(part: nn.Module) -> Sequence[nn.Module]:
+    """The stages of a module that `joined` has made."""
+    if isinstance(part, CutStages):
+        return part.stages
+    return list(part) if isinstance(part, nn.ModuleList) else [part]
