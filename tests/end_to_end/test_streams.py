@@ -87,6 +87,20 @@ def test_every_method_trains_in_a_loop_of_ones_own_without_announced_steps(metho
     assert same(joined.models) and [len(one["losses"]) for one in joined.ranks] == [10] * 4
 
 
+def test_replicas_train_in_a_loop_with_a_collective_after_each_step():
+    """No replica waits in a step for what another one does in a later step. Seven steps: a round is not full."""
+
+    def program(hands, losses):
+        x, y = task(samples=56).data.tensors
+        for start in range(0, 56, 8):
+            losses.append(hands.step(x[start : start + 8], y[start : start + 8]))
+            assert hands.reduce(1.0) == 1
+
+    for replicas in ((2, 1), (1, 2)):
+        joined = Joined(mh.pipedream(replicas=replicas), program, mh.Cluster(workers=3))
+        assert same(joined.models) and [len(one["losses"]) for one in joined.ranks] == [7] * 3
+
+
 def test_an_evaluation_drains_and_fills_again(tmp_path):
     """It is the same as a checkpoint at that step, and differs from no pause."""
     looks = {"test": task().data, "metric": lambda out, y: -float((out - y).abs().mean())}

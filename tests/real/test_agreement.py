@@ -44,6 +44,13 @@ def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, qui
     assert real.samples == STEPS * 32 * replicas(strategy, workers)
 
 
+@LINKS
+def test_replicated_stages_give_the_same_bits_in_both_worlds(link, quickly):
+    strategy, steps = mh.pipedream(replicas=(2, 1)), 7
+    real = mh.train("digits", strategy, workers=3, link=link, steps=steps)
+    assert real.weights_sha256 == mh.train("digits", strategy, cluster=mh.Cluster(3), steps=steps).weights_sha256
+
+
 @pytest.mark.parametrize(("link", "hosts"), [("shm", 1), ("tcp", None)])
 def test_three_workers_sum_in_the_order_of_their_place(link, hosts, quickly):
     real = mh.train("digits", mh.bsp(), workers=3, link=link, steps=STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from manyhands.splits.versions import (
 )
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
+from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.streaming import Streaming
 from manyhands.strategies.synthetic import Synthetic
 
@@ -214,7 +216,9 @@ def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming
     return Streaming(rule or Sgd(lr), schedules.figure5, Latest, fills=True)
 
 
-def pipedream(lr: float = 0.1, vertical_sync: bool = False, rule: Rule | None = None) -> Streaming:
+def pipedream(
+    lr: float = 0.1, vertical_sync: bool = False, replicas: Sequence[int] | str = (), rule: Rule | None = None
+) -> Streaming:
     """PipeDream: forward and backward passes alternate on every stage, with an update after each and no flush.
 
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
@@ -226,18 +230,41 @@ def pipedream(lr: float = 0.1, vertical_sync: bool = False, rule: Rule | None = 
     With vertical_sync every stage uses the version that stage 0 had for m, so that all weights are K-1 updates old.
     Stage s, counted from 0, keeps at most K-s versions; with vertical_sync every stage keeps K, and one more between an
     update and the next forward pass.
-    All stages are busy once the pipeline is full. A lost worker ends the run.
+    All stages are busy once the pipeline is full.
+
+    replicas: mini-batch m goes to replica m mod r_s of stage s, and its backward pass returns there. An update has the
+    sum of the gradients of one round, r_s mini-batches. The authors' code has their mean, and a rate r_s / r_0 times as
+    large; the sum with one rate counts every mini-batch alike on all stages. A last round may be smaller. A checkpoint
+    can be resumed with other replicas. A lost worker ends the run.
 
     Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
     Loops: strategies/streaming.py Streaming.step; splits/schedules/alternating.py alternating;
-        splits/versions/stash.py Stash; splits/versions/aligned.py Aligned
+        splits/versions/stash.py Stash; splits/versions/aligned.py Aligned; strategies/replicated.py Replicated;
+        splits/schedules/round_robin.py round_robin
 
     Args:
         lr: eta, the learning rate.
         vertical_sync: whether a mini-batch sees one version on all stages, the one that stage 0 had.
+        replicas: r, how many ranks have each stage, such as "2,1" for two of stage 0 and one of stage 1; the sum is the
+            number of workers. Empty: one each.
         rule: how a stage applies its gradient, instead of SGD with lr.
     """
-    return Streaming(rule or Sgd(lr), schedules.alternating, Aligned if vertical_sync else Stash)
+    if not replicas:
+        return Streaming(rule or Sgd(lr), schedules.alternating, Aligned if vertical_sync else Stash)
+    counts = _counts(replicas)
+    if vertical_sync:
+        raise Refused("vertical_sync is True, but versions of replicated stages count rounds of different sizes")
+    return Replicated(rule or Sgd(lr), partial(schedules.round_robin, replicas=counts), Stash, replicas_of=counts)
+
+
+def _counts(replicas: Sequence[int] | str) -> tuple[int, ...]:
+    words = replicas.replace(",", " ").split() if isinstance(replicas, str) else replicas
+    try:
+        counts = tuple(int(word) for word in words)
+    except ValueError:
+        raise Refused(f"replicas is {replicas!r}, but must be whole numbers, such as '2,1'") from None
+    refuse_unless(all(count >= 1 for count in counts), "replicas", replicas, "numbers >= 1")
+    return counts
 
 
 def pipedream_2bw(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> Streaming:

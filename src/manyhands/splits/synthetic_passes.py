@@ -99,12 +99,12 @@ class SyntheticPasses(StagePasses):
     def learn(self, m: int, samples: int) -> None:
         """L(m): M and I learn from what has come; `samples`: how many the run had consumed before m."""
         if self.index < self.last:
-            message = recv(self._members, self._error.of(m), frm=self._after)
+            message = recv(self._members, self._error.of(m), frm=self._after(m))
             (error,), (_, (self.newest_loss,)) = message.tensors, message.meta
             self.errors.learn(self._seen_by_errors.pop(m), error * len(error), samples)
             message.release()
         if m in self._seen_by_inputs:
-            message = recv(self._members, self._activation.of(m), frm=self._before)
+            message = recv(self._members, self._activation.of(m), frm=self._before(m))
             self.inputs.learn(self._seen_by_inputs.pop(m), message.tensors[0], samples)
             message.release()
 

@@ -9,6 +9,7 @@ the two passes (core/stage.py), and whose error: that of the next stage, or a pr
                           pieces of a batch
     pipedream             alternating         now, copied          the copy    graph    newest
       vertical_sync       alternating         chosen at stage 0    the same    graph    newest
+      replicas            round_robin         now, copied          the copy    graph    newest, with a round's sum
     spectrain             alternating         W + s_F step         W + s_B     graph    newest
                                                                    step
     pipedream-2bw         alternating, U      version t - 1        the same    graph    newest
@@ -131,10 +132,10 @@ class Streaming(Strategy):
 
     def setup(self, w: Worker) -> None:
         """This rank's stage and its passes; its row of the schedule; the mini-batches that are in flight."""
-        self.index, count = w.workers.index(w.rank), len(w.workers)
+        self.index, count = self._stage_of(w)
         module = self.cuts.stages(w.model, count)[self.index]
         w.lay_out(module)
-        depth = max(in_flight(row) for row in finite(self.schedule(count), 2 * count))
+        depth = max(in_flight(row) for row in finite(self.schedule(len(w.workers)), 2 * len(w.workers)))
         self.passes = self._make_passes(w, module, depth + 1)
         stage = StageWeights(w.flat, self.passes.stage.live, self.rule, w.ops, self.index, count, self.micro_batches)
         self.weights = self.versions(replace(stage, begun=w.step))
@@ -151,14 +152,18 @@ class Streaming(Strategy):
         self._fill(w)
         w.flat.open(by_hooks=False)
 
+    def _stage_of(self, w: Worker) -> tuple[int, int]:
+        """The stage of this rank, and how many there are."""
+        return w.workers.index(w.rank), len(w.workers)
+
     def _make_passes(self, w: Worker, module: nn.Module, depth: int) -> StagePasses:
         return StagePasses(w, w.transport, module, depth)
 
     def _fill(self, w: Worker) -> None:
         """Begin the stage's row of the schedule with the next mini-batch."""
         self.taken = w.step * self._pieces(w, w.batch_size)
-        first, row = self.taken, self.schedule(len(w.workers))[self.index]
-        self.row = (action._replace(m=first + action.m) for action in row)
+        self.first, row = self.taken, self.schedule(len(w.workers))[w.workers.index(w.rank)]
+        self.row = (action._replace(m=self.first + action.m) for action in row)
         self.action = next(self.row)
 
     def step(self, w: Worker, batch: Batch) -> float | None:
@@ -185,10 +190,14 @@ class Streaming(Strategy):
 
     def _run(self, w: Worker, until: str) -> None:
         """Run the actions of what was taken in, up to the first pass of this kind of what was not."""
-        while self.action.op != until or self.action.m < self.taken:
+        while not self._must_wait(until):
             if self.action.m < self.taken:
                 self.acts[self.action.op](w, self.action.m)
             self.action = next(self.row)
+
+    def _must_wait(self, until: str) -> bool:
+        """Whether the next action is for a later step; of a drain, whether it is over."""
+        return self.action.op == until and self.action.m >= self.taken
 
     # -- actions ----------------------------------------------------------------------------------
 
@@ -209,17 +218,23 @@ class Streaming(Strategy):
     def _update(self, w: Worker, m: int) -> None:
         """Apply the gradients since the last update; a rate schedule sees the samples before them, on every stage."""
         w.flat.close()
-        pieces = {one: self.in_flight.pop(one) for one in self.next_update}
-        first = pieces[self.next_update[0]]
-        lag = max(self.weights.done(one) for one in pieces)
-        w.lag = StepLag(w.lag.outcomes.plus(applied_at(lag)))
+        own, self.next_update = self.next_update, []
+        pieces = {one: self.in_flight.pop(one) for one in self._joined(w, m, own)}
+        first = pieces[min(pieces)]
+        if own:
+            lag = max(self.weights.done(one) for one in own)
+            w.lag = StepLag(w.lag.outcomes.plus(applied_at(lag)))
         for group, weight_slice in zip(w.flat.groups, self.weights.moves(m), strict=True):
             at = UpdateContext(weight_slice.weights, samples=first.samples_before, rate=first.rate)
             weight_slice.update(group.grad, at, group.untouched())
         self.weights.updated(m)
         w.flat.open(by_hooks=False)
-        self.loss = sum(self.passes.losses.pop(one) * piece.share for one, piece in pieces.items())
-        self.next_update.clear()
+        if own:
+            self.loss = sum(self.passes.losses.pop(one) * pieces[one].share for one in own)
+
+    def _joined(self, w: Worker, m: int, own: list[int]) -> list[int]:
+        """The mini-batches whose gradients are in an update: those that this rank has added up."""
+        return own
 
     def _turn(self, w: Worker, m: int) -> None:
         """The last stage permits the next forward pass; the first one waits for that."""
@@ -256,7 +271,7 @@ class Streaming(Strategy):
 
     def quiesce(self, w: Worker) -> None:
         """Drain: run what is left of the mini-batches taken in."""
-        self._run(w, "B")
+        self._run(w, "U")
         self.weights.settle()
 
     def resume(self, w: Worker) -> None:

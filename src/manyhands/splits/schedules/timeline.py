@@ -5,7 +5,7 @@
     B(m, s)       backward        F(m, s), and B or I of m on stage s + 1
     I(m, s)       half of it      as B: only the error for the previous stage is computed
     W(m, s)       the other half  I(m, s): the gradient of the weights
-    U(m, s)       none            an update of the stage's weights after B(m, s)
+    U(m, s)       none            B of all mini-batches since the last update, on each rank that has the stage
     L(m, s)       none            B(m, s + 1): a model of the errors learns; then B(m, s) has used a prediction of it
     T(m, s)       none            U(m, K - 1) of the last stage: permission to begin mini-batch m + 1
     A(m, s)       none            copies of the stage's weights are averaged after U(m, s)
@@ -54,6 +54,7 @@ def seconds_of(forward: float = 1, backward: float = 1) -> dict[str, float]:
 def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SLOT) -> list[Timed]:
     """Every action with its start, ordered by time."""
     last = max((action.stage for row in rows for action in row), default=0)
+    updates = _updates(rows)
     predicted = {action[1:] for row in rows for action in row if action.op == "L"}
     ends: dict[Action, float] = {}
     position, free = [0] * len(rows), [0.0] * len(rows)
@@ -63,7 +64,7 @@ def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SL
         for rank, row in enumerate(rows):
             while position[rank] < len(row):
                 action = row[position[rank]]
-                ready = [_end_of_any(ends, some) for some in _inputs(action, last, predicted)]
+                ready = [_end_of_any(ends, some) for some in _inputs(action, last, predicted, updates)]
                 if None in ready:
                     break
                 start = max([free[rank], *(end for end in ready if end is not None)])
@@ -75,7 +76,25 @@ def timeline(rows: Sequence[Sequence[Action]], seconds: Mapping[str, float] = SL
     return sorted(timed, key=lambda one: one[:2])
 
 
-def _inputs(action: Action, last: int, predicted: Collection[tuple[int, int]]) -> list[tuple[Action, ...]]:
+def _updates(rows: Sequence[Sequence[Action]]) -> dict[Action, list[tuple[Action, ...]]]:
+    """By update, the backward passes whose gradients it has; if replicas share it, those of all of them."""
+    found: dict[Action, list[tuple[Action, ...]]] = {}
+    for row in rows:
+        since: list[tuple[Action, ...]] = []
+        for action in row:
+            if action.op == "B":
+                since.append((action,))
+            elif action.op == "U":
+                found[action], since = [*found.get(action, []), *since], []
+    return found
+
+
+def _inputs(
+    action: Action,
+    last: int,
+    predicted: Collection[tuple[int, int]],
+    updates: Mapping[Action, list[tuple[Action, ...]]],
+) -> list[tuple[Action, ...]]:
     """The actions that must have ended: of each tuple any one. The errors of some passes are predicted."""
     op, m, s = action
     if op == "F":
@@ -85,6 +104,8 @@ def _inputs(action: Action, last: int, predicted: Collection[tuple[int, int]]) -
         return [(Action("F", m, s),), *(above if (m, s) not in predicted else [])]
     if op == "L":
         return above
+    if op == "U":
+        return updates[action]
     if op == "W":
         return [(Action("I", m, s),)]
     return [(Action("U", m, last),)] if op == "T" and s < last else []
@@ -132,11 +153,12 @@ def staleness(row: Sequence[Action]) -> list[int]:
 
 
 def picture(rows: Rows) -> str:
-    """The schedule as a table of ranks and time slots, one pass per slot; ' marks the second stage of a rank."""
+    """The schedule as a table of ranks, by their first stages, and slots of a pass; ' marks a rank's second stage."""
     timed = [one for one in timeline(rows) if one.action.op in SLOT]
     cells = [["."] * (1 + max(round(one.start) for one in timed)) for _ in rows]
     for start, rank, (op, m, stage) in timed:
         cells[rank][round(start)] = f"{op}{m}{chr(39) * (stage // len(rows))}"
     width = max(len(cell) for line in cells for cell in line)
-    lines = (f"s{rank} " + " ".join(cell.ljust(width) for cell in line) for rank, line in enumerate(cells))
+    stages = [row[0].stage if row else rank for rank, row in enumerate(rows)]
+    lines = (f"s{s} " + " ".join(cell.ljust(width) for cell in line) for s, line in zip(stages, cells, strict=True))
     return "\n".join(line.rstrip() for line in lines)
