@@ -217,7 +217,7 @@ def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming
 
 
 def pipedream(
-    lr: float = 0.1, vertical_sync: bool = False, replicas: Sequence[int] | str = (), rule: Rule | None = None
+    lr: float = 0.1, vertical_sync: bool = False, replicas: Sequence[int] | str = "", rule: Rule | None = None
 ) -> Streaming:
     """PipeDream: forward and backward passes alternate on every stage, with an update after each and no flush.
 
