@@ -10,6 +10,7 @@ from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.rule import Rule
 from manyhands.rules import Adam, Momentum, Sgd
 from manyhands.splits import schedules
+from manyhands.splits.cuts import Cuts
 from manyhands.splits.piped import FlushingSchedule, Piped
 from manyhands.splits.synthetic import perceptron
 from manyhands.splits.versions import (
@@ -44,9 +45,18 @@ __all__ = [
     "zero_bubble",
 ]
 
+Names = Sequence[str] | str | None
+Balance = Literal["work", "parameters"]
+
 
 def gpipe(
-    micro_batches: int = 4, stages: int = 0, replay: bool = True, lr: float = 0.1, rule: Rule | None = None
+    micro_batches: int = 4,
+    stages: int = 0,
+    replay: bool = True,
+    lr: float = 0.1,
+    rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
 ) -> Grid:
     """GPipe: a mini-batch is split into micro-batches that pass through the stages one after another, then one update.
 
@@ -72,11 +82,22 @@ def gpipe(
         replay: whether forward passes are computed again for the backward passes (re-materialisation).
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
-    return _flushing("gpipe", micro_batches, stages, lr, rule, keep=None if replay else "graph")
+    return _flushing(
+        "gpipe", micro_batches, stages, lr, rule, keep=None if replay else "graph", cut=cut, balance=balance
+    )
 
 
-def one_f_one_b(micro_batches: int = 4, stages: int = 0, lr: float = 0.1, rule: Rule | None = None) -> Grid:
+def one_f_one_b(
+    micro_batches: int = 4,
+    stages: int = 0,
+    lr: float = 0.1,
+    rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
+) -> Grid:
     """1F1B with a flush: GPipe's update; every stage goes back as soon as it can, so few activations are kept.
 
     split: layers. when: a flush after every mini-batch. who: the neighbouring stages. what: activations and
@@ -98,12 +119,20 @@ def one_f_one_b(micro_batches: int = 4, stages: int = 0, lr: float = 0.1, rule: 
         stages: K, the stages of a pipeline; 0: all workers form one pipeline.
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
-    return _flushing("one-f-one-b", micro_batches, stages, lr, rule)
+    return _flushing("one-f-one-b", micro_batches, stages, lr, rule, cut=cut, balance=balance)
 
 
 def interleaved(
-    micro_batches: int = 4, chunks: int = 2, stages: int = 0, lr: float = 0.1, rule: Rule | None = None
+    micro_batches: int = 4,
+    chunks: int = 2,
+    stages: int = 0,
+    lr: float = 0.1,
+    rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
 ) -> Grid:
     """Interleaved 1F1B: every worker has several stages that lie apart, so the pipeline fills and drains sooner.
 
@@ -128,11 +157,20 @@ def interleaved(
         stages: P, the workers of a pipeline; 0: all workers form one pipeline.
         lr: eta, the learning rate.
         rule: how a worker applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
-    return _flushing("interleaved", micro_batches, stages, lr, rule, chunks=chunks)
+    return _flushing("interleaved", micro_batches, stages, lr, rule, chunks=chunks, cut=cut, balance=balance)
 
 
-def zero_bubble(micro_batches: int = 4, stages: int = 0, lr: float = 0.1, rule: Rule | None = None) -> Grid:
+def zero_bubble(
+    micro_batches: int = 4,
+    stages: int = 0,
+    lr: float = 0.1,
+    rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
+) -> Grid:
     """Zero bubble (H1): 1F1B whose backward passes are split; weights' gradients fill the time of waiting.
 
     split: layers. when: a flush after every mini-batch. who: the neighbouring stages. what: activations and
@@ -156,8 +194,10 @@ def zero_bubble(micro_batches: int = 4, stages: int = 0, lr: float = 0.1, rule: 
         stages: K, the stages of a pipeline; 0: all workers form one pipeline.
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
-    return _flushing("zero-bubble", micro_batches, stages, lr, rule)
+    return _flushing("zero-bubble", micro_batches, stages, lr, rule, cut=cut, balance=balance)
 
 
 def _flushing(
@@ -167,7 +207,9 @@ def _flushing(
     return Grid(AllReduce(rule or Sgd(lr)), Piped(stages, micro_batches, schedule, **knobs))
 
 
-def pipelined_backprop(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+def pipelined_backprop(
+    lr: float = 0.1, rule: Rule | None = None, cut: Names = None, balance: Balance = "work"
+) -> Streaming:
     """Pipelined back-propagation: every stage is always busy, and backward passes use the weights of now.
 
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
@@ -189,11 +231,15 @@ def pipelined_backprop(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
     Args:
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
-    return Streaming(rule or Sgd(lr), schedules.figure5, Latest)
+    return Streaming(rule or Sgd(lr), schedules.figure5, Latest, cuts=Cuts(cut, balance))
 
 
-def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+def small_batch_pipeline(
+    lr: float = 0.1, rule: Rule | None = None, cut: Names = None, balance: Balance = "work"
+) -> Streaming:
     """Pipelined back-propagation on pieces of a mini-batch: no more samples are in flight than one device would have.
 
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
@@ -212,12 +258,19 @@ def small_batch_pipeline(lr: float = 0.1, rule: Rule | None = None) -> Streaming
     Args:
         lr: eta, the learning rate for a whole mini-batch.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
-    return Streaming(rule or Sgd(lr), schedules.figure5, Latest, fills=True)
+    return Streaming(rule or Sgd(lr), schedules.figure5, Latest, fills=True, cuts=Cuts(cut, balance))
 
 
 def pipedream(
-    lr: float = 0.1, vertical_sync: bool = False, replicas: Sequence[int] | str = "", rule: Rule | None = None
+    lr: float = 0.1,
+    vertical_sync: bool = False,
+    replicas: Sequence[int] | str = "",
+    rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
 ) -> Streaming:
     """PipeDream: forward and backward passes alternate on every stage, with an update after each and no flush.
 
@@ -248,13 +301,17 @@ def pipedream(
         replicas: r, how many ranks have each stage, such as "2,1" for two of stage 0 and one of stage 1; the sum is the
             number of workers. Empty: one each.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
     if not replicas:
-        return Streaming(rule or Sgd(lr), schedules.alternating, Aligned if vertical_sync else Stash)
+        versions = Aligned if vertical_sync else Stash
+        return Streaming(rule or Sgd(lr), schedules.alternating, versions, cuts=Cuts(cut, balance))
     counts = _counts(replicas)
     if vertical_sync:
         raise Refused("vertical_sync is True, but versions of replicated stages count rounds of different sizes")
-    return Replicated(rule or Sgd(lr), partial(schedules.round_robin, replicas=counts), Stash, replicas_of=counts)
+    schedule = partial(schedules.round_robin, replicas=counts)
+    return Replicated(rule or Sgd(lr), schedule, Stash, cuts=Cuts(cut, balance), replicas_of=counts)
 
 
 def _counts(replicas: Sequence[int] | str) -> tuple[int, ...]:
@@ -267,7 +324,9 @@ def _counts(replicas: Sequence[int] | str) -> tuple[int, ...]:
     return counts
 
 
-def pipedream_2bw(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+def pipedream_2bw(
+    micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = None, cut: Names = None, balance: Balance = "work"
+) -> Streaming:
     """PipeDream-2BW: gradients of M micro-batches are summed before an update, so that two versions are enough.
 
     split: layers. when: never flushed. who: the neighbouring stages. what: activations and errors. how: any
@@ -287,9 +346,11 @@ def pipedream_2bw(micro_batches: int = 4, lr: float = 0.1, rule: Rule | None = N
         micro_batches: M, into how many parts a mini-batch is split; >= K-1.
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
     schedule = partial(schedules.alternating, every=micro_batches)
-    return Streaming(rule or Sgd(lr), schedule, Double, micro_batches=micro_batches)
+    return Streaming(rule or Sgd(lr), schedule, Double, micro_batches=micro_batches, cuts=Cuts(cut, balance))
 
 
 def spectrain(
@@ -297,6 +358,8 @@ def spectrain(
     momentum: float = 0.9,
     prediction: Literal["to the end", "to own update"] = "to the end",
     rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
 ) -> Streaming:
     """SpecTrain: both passes of a mini-batch use the weights predicted for the moment in which it is finished.
 
@@ -322,14 +385,22 @@ def spectrain(
         momentum: gamma, how much of the last step is kept.
         prediction: up to which moment weights are predicted.
         rule: how a stage applies its gradient, instead of momentum SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
     known = {"to the end": Predicted, "to own update": PredictedToOwnUpdate}
     if prediction not in known:
         raise Refused(f"prediction is {prediction!r}, but must be one of {', '.join(map(repr, known))}")
-    return Streaming(rule or Momentum(lr, momentum), schedules.alternating, known[prediction])
+    return Streaming(rule or Momentum(lr, momentum), schedules.alternating, known[prediction], cuts=Cuts(cut, balance))
 
 
-def ddg(lr: float = 0.1, variant: Literal["paper", "code"] = "paper", rule: Rule | None = None) -> Streaming:
+def ddg(
+    lr: float = 0.1,
+    variant: Literal["paper", "code"] = "paper",
+    rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
+) -> Streaming:
     """DDG: forward passes lock all stages in turn, backward passes run side by side with delayed gradients.
 
     split: layers. when: a mini-batch begins when the last stage has updated with the one before. who: the
@@ -353,13 +424,19 @@ def ddg(lr: float = 0.1, variant: Literal["paper", "code"] = "paper", rule: Rule
         lr: eta, the learning rate.
         variant: the weights of the backward pass: those of the forward pass (paper) or the newest ones (code).
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
     if variant not in ("paper", "code"):
         raise Refused(f"variant is {variant!r}, but must be 'paper' or 'code'")
-    return Streaming(rule or Sgd(lr), schedules.decoupled, Stash if variant == "paper" else Latest)
+    return Streaming(
+        rule or Sgd(lr), schedules.decoupled, Stash if variant == "paper" else Latest, cuts=Cuts(cut, balance)
+    )
 
 
-def features_replay(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
+def features_replay(
+    lr: float = 0.1, rule: Rule | None = None, cut: Names = None, balance: Balance = "work"
+) -> Streaming:
     """Features Replay: stages keep only their inputs; the backward pass computes them again, with newer weights.
 
     split: layers. when: a mini-batch begins when the last stage has updated with the one before. who: the
@@ -380,11 +457,15 @@ def features_replay(lr: float = 0.1, rule: Rule | None = None) -> Streaming:
     Args:
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
-    return Streaming(rule or Sgd(lr), schedules.decoupled, Latest, keeps="inputs")
+    return Streaming(rule or Sgd(lr), schedules.decoupled, Latest, keeps="inputs", cuts=Cuts(cut, balance))
 
 
-def weight_copies(lr: float = 0.3, rounds: int = 1, rule: Rule | None = None) -> Streaming:
+def weight_copies(
+    lr: float = 0.3, rounds: int = 1, rule: Rule | None = None, cut: Names = None, balance: Balance = "work"
+) -> Streaming:
     """Weight copies: 2K-1 copies of the weights, one for each mini-batch in flight, averaged at the end of a round.
 
     split: layers, and mini-batches over copies. when: after rounds of 2K-1 mini-batches. who: the neighbouring stages;
@@ -407,9 +488,11 @@ def weight_copies(lr: float = 0.3, rounds: int = 1, rule: Rule | None = None) ->
         lr: eta, the learning rate.
         rounds: how many times 2K-1 mini-batches there are between two averages.
         rule: how a copy applies its gradient, instead of SGD with lr.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
     refuse_unless(rounds >= 1, "rounds", rounds, ">= 1")
-    return Streaming(rule or Sgd(lr), partial(schedules.rounds, times=rounds), Copies)
+    return Streaming(rule or Sgd(lr), partial(schedules.rounds, times=rounds), Copies, cuts=Cuts(cut, balance))
 
 
 def dni(
@@ -421,6 +504,8 @@ def dni(
     hidden: int = 128,
     rule: Rule | None = None,
     model_rule: Rule | None = None,
+    cut: Names = None,
+    balance: Balance = "work",
 ) -> Synthetic:
     """DNI: every stage updates at once with a predicted error; the prediction learns from the error that comes later.
 
@@ -457,6 +542,8 @@ def dni(
         hidden: the width of a hidden layer.
         rule: how a stage applies its gradient, instead of SGD with lr.
         model_rule: how M and I apply theirs, instead of Adam with a rate (beta) of 0.001.
+        cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
+        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
     """
     refuse_unless(lag in (0, 1), "lag", lag, "0 or 1")
     refuse_unless(layers >= 0, "layers", layers, ">= 0")
@@ -465,6 +552,7 @@ def dni(
         rule or Sgd(lr),
         partial(schedules.synthetic, lag=lag),
         Versions,
+        cuts=Cuts(cut, balance),
         build=partial(perceptron, hidden=hidden, layers=layers),
         model_rule=model_rule or Adam(0.001),
         conditional=conditional,

@@ -139,8 +139,8 @@ def _kind(node: ast.expr, constants: Mapping[str, ast.expr]) -> tuple[Any, str |
         case ast.BinOp(left=left, op=ast.BitOr(), right=ast.Constant(value=None)):
             kind, part = _kind(left, constants)
             return kind | None, part
-        case ast.BinOp(op=ast.BitOr(), right=ast.Name(id="str")):  # several values, also as one text
-            return str, None
+        case ast.BinOp(op=ast.BitOr(), right=ast.Name(id=name)) if name in PLAIN:
+            return PLAIN[name], None
         case ast.Subscript(value=ast.Name(id="Literal"), slice=choices):
             given = ast.literal_eval(choices)
             return Literal[given], None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.given_stages import given_model
 from manyhands.core.model_check import refuse_uninitialised
 from manyhands.core.work import ModelWork, WorkSource, complete, estimate
 from manyhands.core.work_counter import count_work, example
@@ -29,7 +30,8 @@ class Task:
     """A model, its data and its loss.
 
     Args:
-        model: builds a new model; called once per rank, right after torch's generator was seeded.
+        model: builds a new model, or a list of its pipeline stages; called once per rank, right after torch's generator
+            was seeded.
         data: any map-style data set; a sample is a tuple of fields, the last one the target.
         loss: `loss(model(*fields), target)`; None if `model(*fields)` returns its own loss.
         batch_size: samples per mini-batch of one worker.
@@ -45,7 +47,7 @@ class Task:
             report, and gradients by parameter name.
     """
 
-    model: Callable[[], nn.Module]
+    model: Callable[[], nn.Module | Sequence[nn.Module]]
     data: Any
     loss: Callable[..., Tensor] | None = None
     batch_size: int = 32
@@ -79,7 +81,7 @@ class Task:
         """A new model whose weights depend only on the seed."""
         torch.default_generator.manual_seed(seed)
         with torch.device("meta") if self.sizes_only else nullcontext():
-            model = self.model()
+            model = given_model(self.model())
         refuse_uninitialised(model)
         vars(model)[WorkSource.NAME] = WorkSource(self.counted_work, self.example_inputs, self._found)
         return model

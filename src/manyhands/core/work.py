@@ -12,7 +12,7 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -153,6 +153,11 @@ def source_of(model: nn.Module) -> WorkSource:
     """What the task that has built a model knows of it; an empty one if no task has."""
     source: WorkSource = vars(model).get(WorkSource.NAME) or WorkSource()
     return source
+
+
+def note_example(model: nn.Module, example: Sequence[Any]) -> None:
+    """For a model that no task has built: inputs for a few samples."""
+    vars(model)[WorkSource.NAME] = WorkSource(example=lambda: tuple(example))
 
 
 def work_of(model: nn.Module) -> ModelWork:

@@ -28,10 +28,12 @@ from torch.utils.hooks import RemovableHandle
 from manyhands.core.budget import Budget
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.fields import Fields, StepLoss
+from manyhands.core.given_stages import given_model
 from manyhands.core.port import Transport
 from manyhands.core.record import Line
 from manyhands.core.strategy import Strategy
 from manyhands.core.team import Team
+from manyhands.core.work import note_example
 from manyhands.run.live_optimizers import LiveOptimizers
 from manyhands.run.loaders import part_of
 from manyhands.run.loop_record import LoopRecord, line_sender
@@ -61,10 +63,11 @@ class Hands(LoopRecord, LoopShares):
 
     Args:
         transport: connects this rank with the others.
-        model: any module; for pipelines an `nn.Sequential`, or a list of stages.
+        model: any module, or a list of pipeline stages.
         strategy: the method, such as `mh.ssp(staleness=3)`.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
         optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
+        example: inputs of the model for a few samples.
         seed: determines everything random.
         budget_for: makes the common budget of all workers for a number of mini-batches.
         observe: takes the lines of this rank for the record; None: no record is kept.
@@ -78,6 +81,7 @@ class Hands(LoopRecord, LoopShares):
         strategy: Strategy,
         loss: Callable[..., Tensor] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        example: Sequence[Any] | None = None,
         seed: int = 0,
         budget_for: Callable[[int], Budget] | None = None,
         observe: Callable[[Line], None] | None = None,
@@ -89,7 +93,9 @@ class Hands(LoopRecord, LoopShares):
         self._prepared: Prepared | None = None
         self._loop = LoopState()
         if model is not None:
-            model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
+            model = given_model(model)
+            if example is not None:
+                note_example(model, example)
             self._joined = Training(transport, model, loss, strategy, self._read_only(optimizer, model), seed)
             self._watch_steps(self._joined)
         self._budget_for = budget_for or self._budget_of_the_runtime
@@ -267,6 +273,7 @@ def join(
     team: Team | str | None = None,
     loss: Callable[..., Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    example: Sequence[Any] | None = None,
     seed: int | None = None,
     servers: int | None = None,
     folder: str | Path | None = None,
@@ -277,7 +284,7 @@ def join(
     When its hands have ended, a script can join again, as for cross validation; all ranks must do so equally often.
 
     Args:
-        model: any module; for pipelines an `nn.Sequential`, or a list of stages. `mh.join("bsp")` is short for
+        model: any module, or a list of pipeline stages. `mh.join("bsp")` is short for
             `mh.join(strategy="bsp")`.
         strategy: the method, such as `mh.ssp(staleness=3)`, or as the command line writes it: "ssp:staleness=3".
             `manyhands run --method` replaces it.
@@ -285,6 +292,7 @@ def join(
             team get the same mini-batches.
         loss: `loss(model(*fields), target)`; None if the model returns its own loss.
         optimizer: updates the weights instead of the strategy's own rule, with its options as they are at each step.
+        example: inputs of the model for a few samples, `(x[:2],)`: a pipeline cuts any module by running it on them.
         seed: determines everything random; 0, unless the launcher chooses another one (`manyhands compare --seeds`).
         servers: how many of the processes are servers, if the launcher does not specify it.
         folder: where the run is saved if it is asked to stop (SIGTERM, SIGUSR1) and never looks at `hands.stopping`.
@@ -303,7 +311,16 @@ def join(
         chosen = over_team(chosen_strategy(strategy, settings.method, says=transport.rank == 0), team)
         seed = (settings.seed or 0) if seed is None else seed
         observe = line_sender(transport)
-        hands = Hands(transport, model, strategy=chosen, loss=loss, optimizer=optimizer, seed=seed, observe=observe)
+        hands = Hands(
+            transport,
+            model,
+            strategy=chosen,
+            loss=loss,
+            optimizer=optimizer,
+            example=example,
+            seed=seed,
+            observe=observe,
+        )
     except BaseException as error:
         transport.fail(error)
         raise

@@ -1,8 +1,10 @@
 """Cuts: how a model is divided into pipeline stages, as a user chooses it.
 
-nn.Sequential     its layers are divided (splits/layers.py)
-any other model   segments of its forward pass (splits/cutting.py), also an nn.Sequential with chosen cuts, or with
-                  weights that two of its stages would share
+    a list of stages  as they are (core/given_stages.py)
+    nn.Sequential     its layers are divided (splits/layers.py)
+    any other model   segments of its forward pass (splits/cutting.py)
+
+So is an nn.Sequential with chosen cuts, or with weights that two of its stages would share.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from typing import Any, TypeGuard, get_args
 from torch import nn
 
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.given_stages import GivenStages
 from manyhands.core.work import source_of
 from manyhands.splits.cut_stage import CutStage, CutStages
 from manyhands.splits.cutting import Balance, cut
 from manyhands.splits.layers import stages
 from manyhands.splits.tied_weights import shared_names
+
+Names = Sequence[str] | str | None
+"""Of the modules with which stages 1, 2, ... begin; None: chosen."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Cuts:
         example: inputs of the model for a few samples; None: a task has some.
     """
 
-    at: Sequence[str] | str | None = None
+    at: Names = None
     balance: Balance = "work"
     example: Sequence[Any] | None = field(default=None, repr=False, compare=False)
 
@@ -41,12 +47,26 @@ class Cuts:
 
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """The layers of an nn.Sequential; of other modules, or with chosen cuts, segments of their forward pass."""
+        if isinstance(model, GivenStages):
+            return self._given(model, count)
         if _is_chain(model) and self.at is None and self.balance == "work":
             found = stages(model, count)
             if not shared_names(model, found):
                 return found
         names = self.at.replace(",", " ").split() if isinstance(self.at, str) else self.at
         return cut(model, self._inputs(model), count, names, self.balance)
+
+    def _given(self, model: GivenStages, count: int) -> Sequence[nn.Module]:
+        """The stages that a user has listed."""
+        listed = f"{len(model)}, the length of the list of stages that the model was given as"
+        refuse_unless(count == len(model), "the number of stages", count, listed)
+        refuse_unless(self.at is None, "cut", self.at, "left out: the model was given as a list of stages")
+        for number, stage in enumerate(model):
+            has_parameters = any(True for _ in stage.parameters())
+            refuse_unless(has_parameters, f"the number of parameters of stage {number}", 0, ">= 1")
+        if not shared_names(model, list(model)):
+            return list(model)
+        return cut(model, self._inputs(model), count, [str(number) for number in range(1, count)])
 
     def _inputs(self, model: nn.Module) -> Sequence[Any]:
         example = source_of(model).example
@@ -55,7 +75,7 @@ class Cuts:
         if example is None:
             raise Refused(
                 f"the model is a {type(model).__name__}, which is cut by running it: give inputs for a few samples, "
-                "piped(example=(x,)), or make it an nn.Sequential"
+                "mh.join(example=(x,)), or make it an nn.Sequential"
             )
         return example()
 

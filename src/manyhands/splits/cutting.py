@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import Refused, refuse_unless
-from manyhands.core.work import source_of, work_of
+from manyhands.core.work import owner, source_of, work_of
 from manyhands.core.work_counter import copy_with_same_parameters
 from manyhands.splits.cut_pass import CutPass, CutPlan
 from manyhands.splits.cut_stage import Belongings, CutStage
@@ -38,6 +38,7 @@ from manyhands.splits.placeholder import PARAMETER, Key, Missing, tensors_in
 from manyhands.splits.recording import Candidate, Recording
 
 Balance = Literal["work", "parameters"]
+"""What the largest stage has little of: operations, or parameters."""
 WORTH_CARRYING = 1.1
 """How many times larger the largest stage may become so that only activations travel."""
 
@@ -228,9 +229,8 @@ def _results(model: nn.Module, compute: Callable[[], Any]) -> dict[str, Tensor]:
 
 
 def _belongings(recording: Recording, model: nn.Module, chosen: Sequence[Candidate]) -> Belongings:
-    """What is not used belongs to the first stage."""
+    """A module that is not called belongs to the first stage, a tensor that is not used to the stage of its module."""
     times = [one.time for one in chosen]
-    return Belongings(
-        {name: bisect_right(times, recording.left.get(name, 0)) for name, _ in model.named_modules()},
-        {name: frozenset(use.segments(times) or {0}) for name, use in recording.uses.items()},
-    )
+    modules = {name: bisect_right(times, recording.left.get(name, 0)) for name, _ in model.named_modules()}
+    users = {name: use.segments(times) or {modules[owner(name)]} for name, use in recording.uses.items()}
+    return Belongings(modules, {name: frozenset(stages) for name, stages in users.items()})

@@ -28,7 +28,7 @@ from manyhands.core.team import Origin
 from manyhands.core.worker import Worker
 from manyhands.splits import schedules
 from manyhands.splits.cut_stage import CutStage
-from manyhands.splits.cuts import Cuts, joined, parted
+from manyhands.splits.cuts import Cuts, Names, joined, parted
 from manyhands.splits.cutting import Balance
 from manyhands.splits.stage_passes import StagePasses
 from manyhands.splits.tied_weights import TiedWeights
@@ -65,7 +65,7 @@ class Piped:
     schedule: FlushingSchedule = "gpipe"
     chunks: int = 2
     keep: Keep | None = None
-    cut: Sequence[str] | str | None = None
+    cut: Names = None
     balance: Balance = "work"
     example: Sequence[Any] | None = field(default=None, repr=False, compare=False)
 
