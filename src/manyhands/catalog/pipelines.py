@@ -475,10 +475,11 @@ def weight_copies(
         after a round:  w_c <- mean of the copies that have moved
 
     Each copy is trained by plain SGD, with no staleness: data parallelism in time, in which a copy has 1/(2K-1) of the
-    mini-batches. On digits with four stages the accuracy after 400 mini-batches of 32 is 0.94 at a rate of 0.3, and
-    that of SGD 0.97 at 0.1. A round drains the pipeline. Rules keep their memory over an average. A pause (checkpoint,
-    evaluation, end) ends a round; the answer is the mean. A checkpoint can be resumed with as many stages only. Memory:
-    2K-1 versions. At K = 1 it is SGD. A lost worker ends the run.
+    mini-batches. With four stages and mini-batches of 32 the accuracy on digits after 400 is 0.94 at a rate of 0.3, and
+    that of SGD 0.97 at 0.1; the loss on a text of characters after 600 is 2.89 nats instead of 2.65. With two stages
+    neither is worse than that of SGD. A round drains the pipeline. Rules keep their memory over an average. A pause
+    (checkpoint, evaluation, end) ends a round; the answer is the mean. A checkpoint can be resumed with as many stages
+    only. Memory: 2K-1 versions. At K = 1 it is SGD. A lost worker ends the run.
 
     Reference: H. Lee, K. Lee, I. Yoo, D. Yook, Analysis of parallel training algorithms for deep neural networks, 2018
     Loops: strategies/streaming.py Streaming.step; splits/schedules/rounds.py rounds;
@@ -524,9 +525,10 @@ def dni(
     first mini-batch of a run has the real activation. M of a recurrent network, for the time beyond a truncation
     window, is left out.
 
-    Errors of predictions add up over stages: on digits, with 1800 mini-batches of 32, the accuracy is 0.96 with two
-    stages, and 0.88 with four, 0.95 if conditional, where SGD reaches 0.97. More stages need smaller rates, or weights
-    and predictions grow without bound. A lost worker ends the run.
+    Errors of predictions add up over stages. On digits, with mini-batches of 32, SGD has an accuracy of 0.97 after 400;
+    conditional dni has 0.93 with two stages and 0.86 with four, after 1800 of them 0.96 and 0.95 (0.96 and 0.88 if not
+    conditional). On a text of characters the loss after 600 is 2.96 and 3.00 nats, that of SGD 2.65. More stages need
+    smaller rates, or weights and predictions grow without bound. A lost worker ends the run.
 
     Reference: M. Jaderberg et al., Decoupled neural interfaces using synthetic gradients, 2017, arXiv:1608.05343
     Loops: strategies/streaming.py Streaming.step; splits/synthetic_passes.py SyntheticPasses;
