@@ -33,6 +33,7 @@ from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 from manyhands.rules import Adam, Sgd
 from manyhands.splits.piped import SCHEDULES
+from manyhands.splits.synthetic import SyntheticModel
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
 from manyhands.virtual.closed_form_collectives import ClosedFormCollective
@@ -198,6 +199,7 @@ class Written(TorchDispatchMode):
 
 
 PRIMITIVES = [(Worker, "_run"), *((Stage, name) for name in ("forward", "backward", "inward", "weigh"))]
+PRIMITIVES += [(SyntheticModel, "predict"), (SyntheticModel, "learn")]
 PRIMITIVES += [(kind, "answer") for kind in {type(make()) for make in EVERY.values()} if "answer" in vars(kind)]
 PRIMITIVES += [
     (kind, name)

@@ -3,8 +3,10 @@
 Of a schedule without an end, what it does with the first M mini-batches is tested.
 """
 
+import ast
 import inspect
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from manyhands.splits.versions import Copies, Double, Predicted, StageWeights, V
 
 MODULES = modules(schedules)
 VERSIONS = examples(versions)
-TITLE = re.compile(r"K = (\d+) stages, M = (\d+) micro-batches\n((?: +s\d.*\n)+)")
+TITLE = re.compile(r"(?:K|R) = (\d+) (?:stages|ranks), M = (\d+) micro-batches(?:, (\w+) = (.+))?\n((?: +s\d.*\n?)+)")
 
 
 def defined(module):
@@ -65,8 +67,9 @@ def test_the_picture_in_the_docstring_is_the_schedule(name):
     drawn = TITLE.findall(MODULES[name].__doc__)
     assert drawn, f"{name} has no picture: a line 'K = 4 stages, M = 4 micro-batches', then picture(...) below it"
     schedule = next(iter(MODULES[name].EXAMPLES.values()))
-    for stages, micro_batches, lines in drawn:
-        expected = picture(of_two_arguments(schedule)(int(stages), int(micro_batches)))
+    for stages, micro_batches, knob, value, lines in drawn:
+        drawn_one = partial(schedule, **{knob: ast.literal_eval(value)}) if knob else schedule
+        expected = picture(of_two_arguments(drawn_one)(int(stages), int(micro_batches)))
         assert inspect.cleandoc(" \n" + lines).splitlines() == expected.splitlines()
 
 
@@ -84,15 +87,22 @@ def test_every_micro_batch_has_one_forward_and_one_backward_pass_on_every_stage(
     rows = rows_of(name, ranks, micro_batches)
     found = [action for row in rows for action in row]
     stages, batches = (1 + max(action[field] for action in found) for field in (2, 1))
-    assert len(rows) == ranks and len(set(found)) == len(found)
-    assert all(action.stage % ranks == rank for rank, row in enumerate(rows) for action in row)
+    passes = [action for action in found if action.op != "U"]
+    assert len(rows) == ranks and len(set(passes)) == len(passes)
+    if stages >= ranks:
+        assert all(action.stage % ranks == rank for rank, row in enumerate(rows) for action in row)
     for m in range(batches):
         for s in range(stages):
             ops = "".join(sorted(action.op for action in found if action[1:] == (m, s) and action.op in "FBIW"))
             assert ops in ("BF", "FIW")
-            row = rows[s % ranks]
+            row = next(row for row in rows if ("F", m, s) in row)
             places = [row.index((op, m, s)) for op in ("F", "B" if ops == "BF" else "I", "W") if (op, m, s) in row]
             assert places == sorted(places)
+
+
+def above(end, m, s):
+    """When the next stage has computed its error."""
+    return [end[one, m, s + 1] for one in "BI" if (one, m, s + 1) in end]
 
 
 @each
@@ -101,15 +111,17 @@ def test_every_micro_batch_has_one_forward_and_one_backward_pass_on_every_stage(
 def test_no_rank_waits_forever_and_no_pass_begins_before_its_inputs(name, ranks, micro_batches, backward):
     rows, seconds = rows_of(name, ranks, micro_batches), lasting(1, backward)
     timed = timeline(rows, seconds)
-    assert len(timed) == sum(map(len, rows))
+    assert len(timed) == sum(map(len, rows))  # replicas of a stage share updates
     start = {one.action: one.start for one in timed}
     end = {action: begin + seconds(action) for action, begin in start.items()}
     for op, m, s in start:
         if op == "F" and s:
             assert start[op, m, s] >= end["F", m, s - 1]
         if op in "BI":
-            above = [end[one, m, s + 1] for one in "BI" if (one, m, s + 1) in end]
-            assert start[op, m, s] >= max([end["F", m, s], *above])
+            is_predicted = ("L", m, s) in start
+            assert start[op, m, s] >= max([end["F", m, s], *([] if is_predicted else above(end, m, s))])
+        if op == "L":
+            assert start[op, m, s] >= max([end["B", m, s], *above(end, m, s)])
         if op == "W":
             assert start[op, m, s] >= end["I", m, s]
         if op == "T":
@@ -120,11 +132,13 @@ def test_no_rank_waits_forever_and_no_pass_begins_before_its_inputs(name, ranks,
 @sizes
 def test_the_bubble_is_the_idle_share_and_no_rank_stores_more_than_all(name, ranks, micro_batches):
     rows = rows_of(name, ranks, micro_batches)
-    busy = sum(lasting()(action) for action in rows[0])
+    busy = sum(lasting()(action) for row in rows for action in row) / ranks
     assert 0 <= bubble(rows) < 1
     assert bubble(rows) == pytest.approx(1 - busy / makespan(rows))
-    assert all(1 <= in_flight(row) <= sum(action.op == "F" for action in row) for row in rows)
-    batches = 1 + max(action.m for action in rows[0])
+    for row in rows:
+        begun = sum(action.op == "F" for action in row)
+        assert min(1, begun) <= in_flight(row) <= begun
+    batches = 1 + max(action.m for row in rows for action in row)
     assert all(0 <= stale < batches for row in rows for stale in staleness(row))
 
 
@@ -139,19 +153,35 @@ def test_a_row_without_an_end_has_the_same_beginning_however_many_mini_batches_a
             done = set()
             for action in part:
                 done.add(action)
-                if action.op == "U":
-                    assert action._replace(op="B") in done
+                if action.op == "U":  # of a replica without the first mini-batch of a round, another has it
+                    backward = action._replace(op="B")
+                    assert backward in (done if backward in part else {one for other in whole for one in other})
 
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_every_mini_batch_is_in_one_update(name):
-    for row in finite(ENDLESS[name](3), 40):
-        waiting, updated = [], []
-        for action in row:
-            waiting += [action.m] if action.op == "B" else []
-            if action.op == "U":
-                updated, waiting = updated + waiting, []
-        assert updated + waiting == list(range(40)) and len(waiting) < 2
+    rows = finite(ENDLESS[name](3), 40)
+    for stage in {row[0].stage for row in rows}:
+        updated, waiting = [], []
+        for row in (row for row in rows if row[0].stage == stage):
+            waiting = []
+            for action in row:
+                waiting += [action.m] if action.op == "B" else []
+                if action.op == "U":
+                    updated, waiting = updated + waiting, []
+            assert len(waiting) < 2
+        assert sorted(updated + waiting) == list(range(40))
+
+
+def test_replicas_have_the_same_updates():
+    for micro_batches in range(1, 12):
+        for replicas in ((2, 1), (1, 2), (3, 2)):
+            rows = finite(schedules.round_robin(sum(replicas), replicas), micro_batches)
+            by_stage = {}
+            for row in rows:
+                by_stage.setdefault(row[0].stage, []).append([action.m for action in row if action.op == "U"])
+            for stage, updates in by_stage.items():
+                assert updates == [list(range(0, micro_batches, replicas[stage]))] * replicas[stage]
 
 
 # -- which weights the passes use -----------------------------------------------------------------------

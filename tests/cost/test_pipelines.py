@@ -36,6 +36,7 @@ METHODS = {
     "ddg": mh.ddg,
     "features-replay": mh.features_replay,
     "weight-copies": mh.weight_copies,
+    "replicas": lambda **knobs: mh.pipedream(replicas=(2, 1), **knobs),
 }
 KINDS = ("weights", "gradient", "optimizer", "versions", "version_bytes", "activations")
 

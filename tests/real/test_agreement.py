@@ -33,7 +33,7 @@ def virtual(method, workers, hosts=None):
     ("method", "workers"),
     [
         *[("bsp", 2), ("bsp-server", 2), ("bsp-server", 3), ("d-psgd", 2), ("d-psgd", 3)],
-        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("ddg", 3), ("weight-copies", 2)],
+        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("ddg", 3), ("weight-copies", 2), ("dni", 3)],
         ("terngrad with one scale", 3),
     ],
 )
@@ -42,6 +42,13 @@ def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, qui
     real = mh.train("digits", strategy, workers=workers, link=link, steps=STEPS)
     assert real.weights_sha256 == virtual(method, workers)
     assert real.samples == STEPS * 32 * replicas(strategy, workers)
+
+
+@LINKS
+def test_replicated_stages_give_the_same_bits_in_both_worlds(link, quickly):
+    strategy, steps = mh.pipedream(replicas=(2, 1)), 7
+    real = mh.train("digits", strategy, workers=3, link=link, steps=steps)
+    assert real.weights_sha256 == mh.train("digits", strategy, cluster=mh.Cluster(3), steps=steps).weights_sha256
 
 
 @pytest.mark.parametrize(("link", "hosts"), [("shm", 1), ("tcp", None)])

@@ -46,7 +46,13 @@ FAULTS = pytest.mark.parametrize(("act", "why"), [(kill, KILLED), (stop, STOPPED
 @FAULTS
 @pytest.mark.parametrize(
     ("method", "link"),
-    [(mh.bsp, "shm"), (mh.bsp, "tcp"), pytest.param(mh.gpipe, "shm", marks=pytest.mark.soak), (mh.pipedream, "tcp")],
+    [
+        (mh.bsp, "shm"),
+        (mh.bsp, "tcp"),
+        pytest.param(mh.gpipe, "shm", marks=pytest.mark.soak),
+        (mh.pipedream, "tcp"),
+        (mh.dni, "shm"),
+    ],
 )
 def test_a_method_that_needs_all_workers_stops_at_once(method, link, act, why, tmp_path, caplog, quickly):
     strike = Strike(act, tmp_path)

@@ -1,11 +1,15 @@
-"""The drawing of a method's pipeline schedule: found among the loops of its card, drawn from its rows."""
+"""The drawing of a method's pipeline schedule, from the rows that it plays with its default knobs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from manyhands.core.method_index import Method
+
+if TYPE_CHECKING:
+    from manyhands.splits.schedules import EndlessSchedule
 
 RANKS = 4
 SIZES = (4, 8)
@@ -16,24 +20,25 @@ WIDTH = 80
 
 def drawings(method: Method) -> Iterator[tuple[str, str]]:
     """Titles and pictures of the schedules that the method plays; none if it has none."""
-    names = [loop.name for loop in method.card.loops if loop.path.startswith("splits/schedules/")]
-    if not names:
+    if not any(loop.path.startswith("splits/schedules/") for loop in method.card.loops):
         return
-    from manyhands.splits import schedules  # here, because it imports torch
+    from manyhands import catalog  # here, because these import torch
+    from manyhands.splits import schedules
+    from manyhands.splits.piped import rows_of
+    from manyhands.strategies.streaming import Streaming
 
-    for name in names:
-        schedule = getattr(schedules, name)
-        if schedule.__annotations__.get("return") == "Rows":
-            for count in SIZES:
-                rows = schedule(RANKS, count)
-                idle = _percent(schedules.bubble(rows, backward=2))
-                title = f"{RANKS} workers, {count} micro-batches: {idle} idle if B takes two F"
-                yield title, schedules.picture(rows, WIDTH)
-        else:
-            yield _stream(schedule)
+    strategy = getattr(catalog, method.function)()
+    if isinstance(strategy, Streaming):
+        yield _stream(strategy.schedule)
+        return
+    for count in SIZES:
+        rows = rows_of(replace(strategy.team, micro_batches=count), RANKS)
+        idle = _percent(schedules.bubble(rows, backward=2))
+        title = f"{RANKS} workers, {count} micro-batches: {idle} idle if B takes two F"
+        yield title, schedules.picture(rows, WIDTH)
 
 
-def _stream(schedule: Callable[[int], Any]) -> tuple[str, str]:
+def _stream(schedule: EndlessSchedule) -> tuple[str, str]:
     """The beginning of a schedule without an end, and how it is drained."""
     from manyhands.splits import schedules
     from manyhands.splits.schedules.timeline import lasting

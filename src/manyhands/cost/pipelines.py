@@ -98,8 +98,7 @@ def pipeline_cost(task: Task, plan: PipelinePlan, batch_size: int | None = None)
     if task.gradient is not None:
         raise Refused("a pipeline needs a task with a loss function, but this one computes its gradient itself")
     model = task.build(0)
-    by_rank = plan.divide(model)
-    stages = [by_rank[s % plan.ranks][s // plan.ranks] for s in range(sum(map(len, by_rank)))]
+    stages = plan.stages(model)
     sizes = [len(piece) for piece in torch.arange(samples).tensor_split(count)]
     work = [share_of(model, stage) for stage in stages]
     rows, seconds, spent = _mini_batch(plan, count, _duration(work, sizes, plan.keep))
@@ -107,15 +106,15 @@ def pipeline_cost(task: Task, plan: PipelinePlan, batch_size: int | None = None)
     ranks = [
         RankCost(
             rank,
-            stages=tuple(range(rank, len(stages), plan.ranks)),
-            parameters=sum(p.numel() for p in _parameters(own)),
-            work=sum(work[s].total for s in range(rank, len(stages), plan.ranks)),
-            **_bytes(own, versions[rank]),
+            stages=tuple(numbers),
+            parameters=sum(p.numel() for p in _parameters(stages[s] for s in numbers)),
+            work=sum(work[s].total for s in numbers),
+            **_bytes([stages[s] for s in numbers], versions[rank]),
             in_flight=in_flight(rows[rank]),
             activations=most_kept(rows[rank], kept, sizes, plan.keep),
             idle=_idle(spent[rank], seconds),
         )
-        for rank, own in enumerate(by_rank)
+        for rank, numbers in enumerate(plan.placed)
     ]
     speedup = samples * sum(one.total for one in work) / seconds
     return PipelineCost(tuple(ranks), samples, count, _idle(sum(spent), plan.ranks * seconds), speedup)

@@ -57,9 +57,10 @@ class _Player:
         self.layer = nn.Linear(FEW, 1, bias=False)
         self.flat = Flat(dict(self.layer.named_parameters()))
         rule = copy.deepcopy(plan.rule)
-        stage = StageWeights(self.flat, [self.layer.weight], rule, UNCHARGED, index, plan.ranks, plan.every)
-        self.policy: Versions = plan.policy(stage)
-        self.index, self.chosen = index, chosen
+        stage, count = plan.placed[index][0], 1 + max(map(max, plan.placed))
+        weights = StageWeights(self.flat, [self.layer.weight], rule, UNCHARGED, stage, count, plan.every)
+        self.policy: Versions = plan.policy(weights)
+        self.is_first, self.chosen = stage == 0, chosen
         self.waiting: list[int] = []
         self.kept = self.others = 0
 
@@ -67,7 +68,7 @@ class _Player:
     def play(self, row: Sequence[Action]) -> VersionBytes:
         for op, m, _ in row:
             if op == "F":
-                _, self.chosen[m] = self.policy.forward(m, self.chosen.get(m) if self.index else None)
+                _, self.chosen[m] = self.policy.forward(m, None if self.is_first else self.chosen.get(m))
             elif op == "B":
                 self.policy.backward(m)
                 self.waiting.append(m)

@@ -16,7 +16,7 @@ the next needs a credit of as many messages as there are micro-batches in flight
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
 from manyhands.splits.cut_stage import CutStage
 
+RankOf = Callable[[int, int], int]
+"""rank_of(stage, micro_batch)"""
 ACTIVATION, ERROR = Tag("activation"), Tag("error")
 
 
@@ -45,13 +47,14 @@ class StagePasses:
 
     Args:
         w: this rank, whose flat model has the stage's parameters.
-        members: the ranks of the pipeline; stage s is on rank s mod P.
+        members: the ranks of the pipeline.
         module: this stage: layers that take one tensor, or a segment of a module.
         depth: the most micro-batches that are in flight at any rank.
         index: the number of the stage; None: that of the rank.
         stages: the number of all stages; None: one per rank.
         splits: whether its backward passes are I and W.
         meter: measures the activations that the rank keeps.
+        rank_of: the rank that has a stage for a micro-batch; None: stage s is on rank s mod P.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class StagePasses:
         stages: int | None = None,
         splits: bool = False,
         meter: ActivationMeter | None = None,
+        rank_of: RankOf | None = None,
     ) -> None:
         is_cut = isinstance(module, CutStage)
         has_loss = w.task.loss is not None or (is_cut and w.task.gradient is None)
@@ -77,7 +81,7 @@ class StagePasses:
         compute = module if is_cut else partial(_through_layers, module)
         kind = StageSizes if w.task.sizes_only else Stage
         self.stage = kind(w, module, compute, splits=splits, meter=meter)
-        self._before, self._after = ((self.index + step) % members.size for step in (-1, 1))
+        self._rank_of = rank_of or (lambda stage, m: stage % members.size)
         self._activation, self._error = (channel(tag, self.index, depth) for tag in (ACTIVATION, ERROR))
         self._next_activation = channel(ACTIVATION, self.index + 1, depth)
         self._previous_error = channel(ERROR, self.index - 1, depth)
@@ -92,7 +96,7 @@ class StagePasses:
         if self.index == 0:
             return ()
         if m not in self._borrowed:
-            self._borrow(m, self._activation, self._before)
+            self._borrow(m, self._activation, self._before(m))
         numbers: Meta = self._borrowed[m][0].meta[1]
         return numbers
 
@@ -112,20 +116,27 @@ class StagePasses:
         The numbers of `meta` travel on with the activation.
         """
         w, loss, seed = self._w, self._w.task.loss, (rank, step, key)
-        self.receive(m)
-        received = _leaves(self._borrowed[m][0]) if self.index else []
+        received = self._received(m, fields)
         inputs = fields if loss is None else fields[:-1]
         ends = None if self.index < self.last else _itself if loss is None else lambda out: loss(out, fields[-1])
         samples = len(fields[0])
         out = self.stage.forward(m, inputs, received, weights, ends, keep=keep, seed=seed, samples=samples)
         if ends is None:
-            need_error = tuple(None if x is None else _needs_error(x, keep) for x in out)
-            self._send(self._after, self._next_activation.of(m), (need_error, meta), out)
+            self._hand_up(m, fields, meta, out, keep)
         else:
             (value,) = out
             assert value is not None
             self._ends[m] = value.detach()
             self.losses[m] = w.checked(value)
+
+    def _received(self, m: int, fields: Batch) -> Values:
+        """What the previous stage has sent, as leaves of a graph."""
+        self.receive(m)
+        return _leaves(self._borrowed[m][0]) if self.index else []
+
+    def _hand_up(self, m: int, fields: Batch, meta: Meta, out: Values, keep: Keep) -> None:
+        need_error = tuple(None if x is None else _needs_error(x, keep) for x in out)
+        self._send(self._after(m), self._next_activation.of(m), (need_error, meta), out)
 
     def backward(self, m: int, share: float) -> None:
         """B(m): from the errors of the next stage, or `share` of the loss, to the errors of the previous stage."""
@@ -146,16 +157,24 @@ class StagePasses:
         """The errors of what the stage has sent; with them comes the loss."""
         if self.index == self.last:
             return [torch.full_like(self._ends.pop(m), share)]
-        message = self._borrow(m, self._error, self._after)
+        message = self._borrow(m, self._error, self._after(m))
         (self.losses[m],) = message.meta[1]
         return _values(message)
 
     def _hand_down(self, m: int, errors: Values) -> None:
         if self.index:
             exist = tuple(None if error is None else False for error in errors)
-            self._send(self._before, self._previous_error.of(m), (exist, (self.losses[m],)), errors)
+            self._send(self._before(m), self._previous_error.of(m), (exist, (self.losses[m],)), errors)
 
     # -- messages ---------------------------------------------------------------------------------
+
+    def _before(self, m: int) -> int:
+        """The rank with the previous stage."""
+        return self._rank_of(self.index - 1, m)
+
+    def _after(self, m: int) -> int:
+        """The rank with the next stage."""
+        return self._rank_of(self.index + 1, m)
 
     def _send(self, to: int, tag: Tag, meta: Meta, values: Values) -> None:
         """The metadata begins with a fact for each value: whether it needs an error, or None if it does not exist."""

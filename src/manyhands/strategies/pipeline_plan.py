@@ -16,12 +16,14 @@ from manyhands.core.rule import Rule
 from manyhands.core.stage import Keep
 from manyhands.core.strategy import Strategy
 from manyhands.splits.cuts import parted
-from manyhands.splits.piped import Piped, keep_of, rows_of
+from manyhands.splits.piped import Piped, chunks_of, keep_of, rows_of
 from manyhands.splits.schedules import Rows, finite, picture
 from manyhands.splits.versions import StageWeights, Versions
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
+from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.streaming import Streaming, pieces
+from manyhands.strategies.synthetic import Synthetic
 
 WIDTH = 120
 """The columns of a drawing in a report."""
@@ -38,7 +40,8 @@ class PipelinePlan:
         flushes: whether the pipeline is empty after each mini-batch.
         rows: the rows for so many micro-batches; of one that flushes those of a mini-batch.
         pieces: into how many micro-batches a mini-batch of so many samples is divided.
-        divide: the stages of each rank.
+        stages: what the model is divided into.
+        placed: the numbers of the stages of each rank.
         keep: what is kept of a forward pass.
         splits: whether its backward passes are I and W.
         policy: which weights the passes see.
@@ -50,7 +53,8 @@ class PipelinePlan:
     flushes: bool
     rows: Callable[[int], Rows]
     pieces: Callable[[int], int]
-    divide: Callable[[nn.Module], list[Sequence[nn.Module]]]
+    stages: Callable[[nn.Module], Sequence[nn.Module]]
+    placed: Sequence[Sequence[int]]
     keep: Keep
     splits: bool = False
     policy: Callable[[StageWeights], Versions] = Versions
@@ -69,26 +73,36 @@ def pipeline_plan(strategy: Strategy, workers: int) -> PipelinePlan | None:
 
 
 def _of_stream(strategy: Streaming, workers: int) -> PipelinePlan:
+    replicas = strategy.replicas_of if isinstance(strategy, Replicated) else (1,) * workers
+    placed = [(stage,) for stage, count in enumerate(replicas) for _ in range(count)]
     return PipelinePlan(
         workers,
         flushes=False,
         rows=lambda count: finite(strategy.schedule(workers), count),
         pieces=partial(pieces, strategy, workers),
-        divide=lambda model: [[stage] for stage in strategy.cuts.stages(model, workers)],
+        stages=lambda model: strategy.cuts.stages(model, len(replicas)),
+        placed=placed,
         keep=strategy.keeps,
         policy=strategy.versions,
         every=strategy.micro_batches,
-        rule=strategy.rule,
+        rule=None if isinstance(strategy, Synthetic) else strategy.rule,
     )
 
 
 def _of_team(team: Piped, size: int, rule: Rule | None) -> PipelinePlan:
+    count = size * chunks_of(team, size)
+
+    def stages(model: nn.Module) -> list[nn.Module]:
+        by_rank = [parted(team.part(model, rank, size)) for rank in range(size)]
+        return [by_rank[s % size][s // size] for s in range(count)]
+
     return PipelinePlan(
         size,
         flushes=True,
         rows=lambda _: rows_of(team, size),
         pieces=lambda _: team.micro_batches,
-        divide=lambda model: [parted(team.part(model, index, size)) for index in range(size)],
+        stages=stages,
+        placed=[range(rank, count, size) for rank in range(size)],
         keep=keep_of(team),
         splits=team.schedule == "zero-bubble",
         rule=rule,

@@ -1,7 +1,7 @@
 """Streaming: the layers are divided into stages, one per worker; mini-batches stream through them without a flush.
 
 A method is four answers: in which order (splits/schedules), with which weights (splits/versions), what is kept between
-the two passes (core/stage.py), and whose error: here always that of the next stage.
+the two passes (core/stage.py), and whose error: that of the next stage, or a prediction (strategies/synthetic.py).
 
     method                schedule            F(m) sees            B(m) sees   kept     U moves
     pipelined-backprop    figure5             now                  now         graph    newest
@@ -9,6 +9,7 @@ the two passes (core/stage.py), and whose error: here always that of the next st
                           pieces of a batch
     pipedream             alternating         now, copied          the copy    graph    newest
       vertical_sync       alternating         chosen at stage 0    the same    graph    newest
+      replicas            round_robin         now, copied          the copy    graph    newest, with a round's sum
     spectrain             alternating         W + s_F step         W + s_B     graph    newest
                                                                    step
     pipedream-2bw         alternating, U      version t - 1        the same    graph    newest
@@ -16,11 +17,13 @@ the two passes (core/stage.py), and whose error: here always that of the next st
     ddg                   decoupled           now, copied          the copy    graph    newest
     features-replay       decoupled           now                  now         inputs   newest
     weight-copies         rounds              copy m mod (2K-1)    the same    graph    that copy
+    dni                   synthetic           now                  now         graph    newest
 
     F(m), B(m)   splits/stage_passes.py
     U(m)         w <- w + rule(g), with the gradients of all mini-batches since the last update
     T(m)         the last stage permits stage 0 to begin mini-batch m + 1
     A(m)         copies of the weights are averaged
+    L(m)         the model of the errors learns
 
 m counts pieces of mini-batches where these are divided. A pause drains the pipeline: all actions of the mini-batches
 taken in are run; then it is filled again. Pipelines that flush after every mini-batch are teams (splits/piped.py).
@@ -120,8 +123,8 @@ class Streaming(Strategy):
         if self.versions is Double:
             reason = f">= {workers - 1}, or more than two versions would be in use: one less than the stages"
             refuse_unless(self.micro_batches >= workers - 1, "micro_batches", self.micro_batches, reason)
-        pieces = self.micro_batches
-        refuse_unless(batch_size >= pieces, "batch_size", batch_size, f">= {pieces}, the number of micro-batches")
+        M = self.micro_batches
+        refuse_unless(batch_size >= M, "batch_size", batch_size, f">= {M}, the number of micro-batches")
         if self._rewrites and workers > 1:
             refuse_derived(model)
 
@@ -132,12 +135,12 @@ class Streaming(Strategy):
 
     def setup(self, w: Worker) -> None:
         """This rank's stage and its passes; its row of the schedule; the mini-batches that are in flight."""
-        self.index, count = w.workers.index(w.rank), len(w.workers)
+        self.index, count = self._stage_of(w)
         module = self.cuts.stages(w.model, count)[self.index]
         w.lay_out(module)
-        depth = max(in_flight(row) for row in finite(self.schedule(count), 2 * count))
+        depth = max(in_flight(row) for row in finite(self.schedule(len(w.workers)), 2 * len(w.workers)))
         self.meter = ActivationMeter()
-        self.passes = StagePasses(w, w.transport, module, depth + 1, meter=self.meter)
+        self.passes = self._make_passes(w, module, depth + 1)
         stage = StageWeights(w.flat, self.passes.stage.live, self.rule, w.ops, self.index, count, self.micro_batches)
         self.weights = self.versions(replace(stage, begun=w.step))
         self.in_flight: dict[int, MicroBatch] = {}
@@ -154,11 +157,18 @@ class Streaming(Strategy):
         self.meter.on, self.measured = True, self.taken + FULL * count
         w.flat.open(by_hooks=False)
 
+    def _stage_of(self, w: Worker) -> tuple[int, int]:
+        """The stage of this rank, and how many there are."""
+        return w.workers.index(w.rank), len(w.workers)
+
+    def _make_passes(self, w: Worker, module: nn.Module, depth: int) -> StagePasses:
+        return StagePasses(w, w.transport, module, depth, meter=self.meter)
+
     def _fill(self, w: Worker) -> None:
         """Begin the stage's row of the schedule with the next mini-batch."""
         self.taken = w.step * pieces(self, len(w.workers), w.batch_size)
-        first, row = self.taken, self.schedule(len(w.workers))[self.index]
-        self.row = (action._replace(m=first + action.m) for action in row)
+        self.first, row = self.taken, self.schedule(len(w.workers))[w.workers.index(w.rank)]
+        self.row = (action._replace(m=self.first + action.m) for action in row)
         self.action = next(self.row)
 
     def step(self, w: Worker, batch: Batch) -> float | None:
@@ -182,10 +192,14 @@ class Streaming(Strategy):
 
     def _run(self, w: Worker, until: str) -> None:
         """Run the actions of what was taken in, up to the first pass of this kind of what was not."""
-        while self.action.op != until or self.action.m < self.taken:
+        while not self._must_wait(until):
             if self.action.m < self.taken:
                 self.acts[self.action.op](w, self.action.m)
             self.action = next(self.row)
+
+    def _must_wait(self, until: str) -> bool:
+        """Whether the next action is for a later step; of a drain, whether it is over."""
+        return self.action.op == until and self.action.m >= self.taken
 
     # -- actions ----------------------------------------------------------------------------------
 
@@ -214,10 +228,12 @@ class Streaming(Strategy):
     def _update(self, w: Worker, m: int) -> None:
         """Apply the gradients since the last update; a rate schedule sees the samples before them, on every stage."""
         w.flat.close()
-        pieces = {one: self.in_flight.pop(one) for one in self.next_update}
-        first = pieces[self.next_update[0]]
-        lag = max(self.weights.done(one) for one in pieces)
-        w.lag = StepLag(w.lag.outcomes.plus(applied_at(lag)))
+        own, self.next_update = self.next_update, []
+        joined = {one: self.in_flight.pop(one) for one in self._joined(w, m, own)}
+        first = joined[min(joined)]
+        if own:
+            lag = max(self.weights.done(one) for one in own)
+            w.lag = StepLag(w.lag.outcomes.plus(applied_at(lag)))
         for group, weight_slice in zip(w.flat.groups, self.weights.moves(m), strict=True):
             at = UpdateContext(weight_slice.weights, samples=first.samples_before, rate=first.rate)
             weight_slice.update(group.grad, at, group.untouched())
@@ -225,8 +241,12 @@ class Streaming(Strategy):
         self.meter.on &= m < self.measured
         self.weights.updated(m)
         w.flat.open(by_hooks=False)
-        self.loss = sum(self.passes.losses.pop(one) * piece.share for one, piece in pieces.items())
-        self.next_update.clear()
+        if own:
+            self.loss = sum(self.passes.losses.pop(one) * joined[one].share for one in own)
+
+    def _joined(self, w: Worker, m: int, own: list[int]) -> list[int]:
+        """The mini-batches whose gradients are in an update: those that this rank has added up."""
+        return own
 
     def _turn(self, w: Worker, m: int) -> None:
         """The last stage permits the next forward pass; the first one waits for that."""
@@ -263,7 +283,7 @@ class Streaming(Strategy):
 
     def quiesce(self, w: Worker) -> None:
         """Drain: run what is left of the mini-batches taken in."""
-        self._run(w, "B")
+        self._run(w, "U")
         self.weights.settle()
 
     def resume(self, w: Worker) -> None:

@@ -10,7 +10,9 @@ from manyhands.splits.schedules.figure5 import figure5
 from manyhands.splits.schedules.gpipe import gpipe
 from manyhands.splits.schedules.interleaved import interleaved
 from manyhands.splits.schedules.one_f_one_b import one_f_one_b
+from manyhands.splits.schedules.round_robin import placed, round_robin, warm_up
 from manyhands.splits.schedules.rounds import rounds
+from manyhands.splits.schedules.synthetic import synthetic
 from manyhands.splits.schedules.timeline import (
     Action,
     Rows,
@@ -45,9 +47,13 @@ __all__ = [
     "makespan",
     "one_f_one_b",
     "picture",
+    "placed",
+    "round_robin",
     "rounds",
     "staleness",
     "steady_seconds",
+    "synthetic",
     "timeline",
+    "warm_up",
     "zero_bubble",
 ]

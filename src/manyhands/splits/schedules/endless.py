@@ -17,7 +17,7 @@ EndlessSchedule = Callable[[int], EndlessRows]
 
 
 def finite(rows: EndlessRows, micro_batches: int) -> Rows:
-    """The actions of the first M micro-batches, which end where the first backward pass of a later one is."""
+    """The actions of the first M micro-batches, which end where the first update without them is."""
     return [list(_until(row, micro_batches)) for row in rows]
 
 
@@ -25,7 +25,7 @@ def _until(row: Iterator[Action], micro_batches: int) -> Iterator[Action]:
     for action in row:
         if action.m < micro_batches:
             yield action
-        elif action.op == "B":
+        elif action.op == "U":
             return
 
 

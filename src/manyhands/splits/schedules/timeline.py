@@ -5,7 +5,8 @@
     B(m, s)       backward        F(m, s), and B or I of m on stage s + 1
     I(m, s)       half of it      as B: only the error for the previous stage is computed
     W(m, s)       the other half  I(m, s): the gradient of the weights
-    U(m, s)       none            an update of the stage's weights after B(m, s)
+    U(m, s)       none            B of all mini-batches since the last update, on each rank that has the stage
+    L(m, s)       none            B(m, s + 1): a model of the errors learns; then B(m, s) has used a prediction of it
     T(m, s)       none            U(m, K - 1) of the last stage: permission to begin mini-batch m + 1
     A(m, s)       none            copies of the stage's weights are averaged after U(m, s)
 
@@ -14,7 +15,7 @@ A schedule that flushes has F, B, I and W only; its update follows when all of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from manyhands.core.errors import Deadlock
@@ -63,6 +64,8 @@ def lasting(forward: float = 1, backward: float = 1) -> Duration:
 def timeline(rows: Sequence[Sequence[Action]], duration: Duration = one_slot) -> list[Timed]:
     """Every action with its start, ordered by time."""
     last = max((action.stage for row in rows for action in row), default=0)
+    updates = _updates(rows)
+    predicted = {action[1:] for row in rows for action in row if action.op == "L"}
     ends: dict[Action, float] = {}
     position, free = [0] * len(rows), [0.0] * len(rows)
     timed: list[Timed] = []
@@ -71,7 +74,7 @@ def timeline(rows: Sequence[Sequence[Action]], duration: Duration = one_slot) ->
         for rank, row in enumerate(rows):
             while position[rank] < len(row):
                 action = row[position[rank]]
-                ready = [_end_of_any(ends, some) for some in _inputs(action, last)]
+                ready = [_end_of_any(ends, some) for some in _inputs(action, last, predicted, updates)]
                 if None in ready:
                     break
                 start = max([free[rank], *(end for end in ready if end is not None)])
@@ -83,14 +86,36 @@ def timeline(rows: Sequence[Sequence[Action]], duration: Duration = one_slot) ->
     return sorted(timed, key=lambda one: one[:2])
 
 
-def _inputs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """The actions that must have ended: of each tuple any one."""
+def _updates(rows: Sequence[Sequence[Action]]) -> dict[Action, list[tuple[Action, ...]]]:
+    """By update, the backward passes whose gradients it has; if replicas share it, those of all of them."""
+    found: dict[Action, list[tuple[Action, ...]]] = {}
+    for row in rows:
+        since: list[tuple[Action, ...]] = []
+        for action in row:
+            if action.op == "B":
+                since.append((action,))
+            elif action.op == "U":
+                found[action], since = [*found.get(action, []), *since], []
+    return found
+
+
+def _inputs(
+    action: Action,
+    last: int,
+    predicted: Collection[tuple[int, int]],
+    updates: Mapping[Action, list[tuple[Action, ...]]],
+) -> list[tuple[Action, ...]]:
+    """The actions that must have ended: of each tuple any one. The errors of some passes are predicted."""
     op, m, s = action
     if op == "F":
         return [(Action("F", m, s - 1),)] if s else []
+    above: list[tuple[Action, ...]] = [(Action("B", m, s + 1), Action("I", m, s + 1))] if s < last else []
     if op in "BI":
-        above = [(Action("B", m, s + 1), Action("I", m, s + 1))] if s < last else []
-        return [(Action("F", m, s),), *above]
+        return [(Action("F", m, s),), *(above if (m, s) not in predicted else [])]
+    if op == "L":
+        return above
+    if op == "U":
+        return updates[action]
     if op == "W":
         return [(Action("I", m, s),)]
     return [(Action("U", m, last),)] if op == "T" and s < last else []
@@ -121,8 +146,8 @@ def busy(rows: Rows, duration: Duration) -> float:
 
 
 def in_flight(row: Sequence[Action]) -> int:
-    """The most micro-batches whose activations a rank stores, over all its stages: F is done, B or W is not."""
-    ends = {action[1:]: number for number, action in enumerate(row) if action.op in "BW"}
+    """The most micro-batches whose activations a rank stores, over all its stages: F is done, B, W or L is not."""
+    ends = {action[1:]: number for number, action in enumerate(row) if action.op in "BWL"}
     now = most = 0
     for number, action in enumerate(row):
         now += (action.op == "F") - (ends.get(action[1:]) == number)
@@ -145,7 +170,7 @@ def staleness(row: Sequence[Action]) -> list[int]:
 
 
 def picture(rows: Rows, width: int | None = None) -> str:
-    """The schedule as a table of ranks and time slots, one pass per slot; ' marks the second stage of a rank.
+    """The schedule as a table of ranks, by their first stages, and slots of a pass; ' marks a rank's second stage.
 
     It is continued below after so many columns.
     """
@@ -153,7 +178,8 @@ def picture(rows: Rows, width: int | None = None) -> str:
     cells = [["."] * (1 + max(round(one.start) for one in timed)) for _ in rows]
     for start, rank, (op, m, stage) in timed:
         cells[rank][round(start)] = f"{op}{m}{chr(39) * (stage // len(rows))}"
-    size, heads = max(len(cell) for line in cells for cell in line), [f"s{rank}" for rank in range(len(rows))]
+    size = max(len(cell) for line in cells for cell in line)
+    heads = [f"s{row[0].stage if row else rank}" for rank, row in enumerate(rows)]
     head = max(map(len, heads))
     most = len(cells[0]) if width is None else max(1, (width - head) // (size + 1))
     blocks = [
