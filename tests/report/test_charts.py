@@ -61,8 +61,6 @@ def test_memory_is_drawn_by_purpose():
     assert rows["pipedream, seed 0", "rank 0"] == [4000, 4100, 8000, 8000, 500, 0], "other versions are gone at the end"
     rest = pytest.approx(max(other.memory.values()), rel=1e-5)
     assert rows["all methods", "old"] == [0, 0, 0, 0, 0, rest], "all of an older record"
-        "all of an older record is the rest"
-    )
     for trace, name in zip(chart.views[0].figure["data"], NAMES, strict=True):
         assert trace["name"] == name and trace["x"][0] == rows["all methods", "pipedream"][NAMES.index(name)]
     assert "pipedream 24.6 kB" in chart.summary
