@@ -13,7 +13,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from manyhands.core.flat import Flat, ParamSlot, Span
 from manyhands.core.task import Task
 from manyhands.core.weight_slice import WeightSlice
+
+if TYPE_CHECKING:
+    from manyhands.core.worker import Worker
 
 LEAVES = frozenset({int, float, bool, str, bytes, range, type(None), torch.dtype, torch.Size, Span, ParamSlot})
 """Types that hold no tensor: most of what a worker refers to, so they are skipped first."""
@@ -37,22 +40,34 @@ def footprint(*roots: object) -> int:
     return sum(storages(*roots).values())
 
 
-def by_purpose(trained: nn.Module, *roots: object) -> dict[str, int]:
-    """The bytes of what is reached from a module and these objects, by purpose, and of everything (`bytes`)."""
-    found = list(reachable(trained, *roots))
-    flats = [one for one in found if isinstance(one, Flat)]
+def by_purpose(w: Worker, strategy: object) -> dict[str, int]:
+    """The bytes that a worker and its strategy keep, by purpose, and all of them (`bytes`)."""
+    found = list(reachable(w, strategy))
+    weights = _of([*w.trained.parameters(), *w.trained.buffers()])
+    gradient = _of(group.outgoing for group in w.flat.groups)
+    everything = _of(_tensors(found))
+    if w.flat.is_meta:  # of sizes only, all ranks refer to one model, and to the flat models of all of them
+        others = _of([*w.model.parameters(), *_of_flats(one for one in found if isinstance(one, Flat))])
+        own = {**weights, **gradient, **_of(_of_flats([w.flat]))}
+        everything = {storage: size for storage, size in everything.items() if storage in own or storage not in others}
+    sizes = {"weights": sum(weights.values()), "gradient": sum(gradient.values())}
+    return {**sizes, "optimizer": rule_bytes(w, strategy), "bytes": sum(everything.values())}
+
+
+def rule_bytes(*roots: object) -> int:
+    """The bytes of the state of all rules that are reached."""
+    found = list(reachable(*roots))
     slices = [one for one in found if isinstance(one, WeightSlice)]
-    weights = _of(p for p in [*trained.parameters(), *trained.buffers()])
-    gradient = _of(group.outgoing for flat in flats for group in flat.groups)
     rules = storages(*slices)
-    for storage in (*weights, *gradient, *_of(one.weights for one in slices), *_of(_weights(flats))):
-        rules.pop(storage, None)
-    kinds = {"weights": weights, "gradient": gradient, "optimizer": rules, "bytes": _of(_tensors(found))}
-    return {name: sum(kind.values()) for name, kind in kinds.items()}
+    known = _of(_of_flats(one for one in found if isinstance(one, Flat))) | _of(one.weights for one in slices)
+    return sum(size for storage, size in rules.items() if storage not in known)
 
 
-def _weights(flats: Iterable[Flat]) -> Iterator[Tensor]:
-    return (group.weights for flat in flats for group in flat.groups)
+def _of_flats(flats: Iterable[Flat]) -> Iterator[Tensor]:
+    """Weights and gradients."""
+    for flat in flats:
+        for group in flat.groups:
+            yield from (group.weights, group.outgoing)
 
 
 def storages(*roots: object) -> Storages:

@@ -210,7 +210,7 @@ def _memory(w: Worker, strategy: Strategy) -> Line:
     return {
         "kind": "memory",
         "held": w.rank,
-        **by_purpose(w.trained, w, strategy),
+        **by_purpose(w, strategy),
         "versions": w.versions,
         "version_bytes": w.version_bytes,
         "activations": w.activations,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from manyhands.core.flat import Flat
-from manyhands.core.footprint import by_purpose
+from manyhands.core.footprint import rule_bytes
 from manyhands.core.rule import Chooses, UpdateContext
 from manyhands.core.vector_ops import UNCHARGED
 from manyhands.splits.schedules import Rows
@@ -79,7 +79,7 @@ class _Player:
             if op == "F":
                 self._note()
         weights = self.layer.weight.nbytes
-        optimizer = by_purpose(self.layer, self.policy)["optimizer"]
+        optimizer = rule_bytes(self.policy)
         return VersionBytes(self.kept, self.others / weights, optimizer / weights)
 
     def _update(self, m: int) -> None:

@@ -5,12 +5,13 @@ Records of methods and versions that measured less have all of it as the rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from manyhands.report.chart import Chart, Figure, ReportPart, Table, View, axis, escaped, numbers
+from manyhands.report.chart import Chart, Figure, Table, View
+from manyhands.report.charts.stacked import ALL, Row, bar_table, stacked
 from manyhands.report.groups import GroupedRun, Section
-from manyhands.report.theme import bar, bytes_text, wrapped
+from manyhands.report.theme import bar, bytes_text
 
 PURPOSES = {
     "weights": "weights",
@@ -24,23 +25,18 @@ REST = "the rest"
 NAMES = (*PURPOSES, REST)
 MOST_RANKS = 32
 """The most ranks that are drawn of one run, those with the most memory."""
-ALL = "all methods"
-
-Row = dict[str, int]
 
 
 def memory(section: Section) -> Chart:
     """One view with the largest rank of every method, and one per run with its ranks."""
     largest = {group.name: _largest(group.typical) for group in section.groups if group.typical.run.memory_lines}
-    views = [View(ALL, _stacked(list(largest), list(largest.values())))]
-    parts = [_part(ALL, list(largest), list(largest.values()))]
+    views, parts = [View(ALL, _stacked(largest))], [bar_table(ALL, largest, NAMES)]
     for member in section.members:
-        rows = by_rank(member.run.memory_lines)
-        if rows:
-            kept = sorted(sorted(rows, key=lambda rank: -sum(rows[rank].values()))[:MOST_RANKS])
+        if rows := by_rank(member.run.memory_lines):
+            ranks = sorted(sorted(rows, key=lambda rank: -sum(rows[rank].values()))[:MOST_RANKS])
             note = "" if len(rows) <= MOST_RANKS else f"Of {len(rows)} ranks the {MOST_RANKS} largest are drawn."
-            views.append(View(member.label, _stacked([f"rank {rank}" for rank in kept], [rows[r] for r in kept]), note))
-            parts.append(_part(member.label, [f"rank {rank}" for rank in rows], list(rows.values())))
+            views.append(View(member.label, _stacked({f"rank {rank}": rows[rank] for rank in ranks}), note))
+            parts.append(bar_table(member.label, {f"rank {rank}": row for rank, row in rows.items()}, NAMES))
     return Chart(
         "memory",
         "What memory is for",
@@ -54,52 +50,25 @@ def memory(section: Section) -> Chart:
     )
 
 
-def by_rank(lines: Mapping[int, Mapping[str, Any]]) -> dict[int, Row]:
+def by_rank(lines: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, int]]:
     """The bytes of each rank by purpose."""
     return {rank: _row(lines[rank]) for rank in sorted(lines)}
 
 
-def _row(line: Mapping[str, Any]) -> Row:
+def _row(line: Mapping[str, Any]) -> dict[str, int]:
     """The rest is of what a run has at its end: then no activations are left, and perhaps no other versions."""
     known = {name: line.get(field) or 0 for name, field in PURPOSES.items()}
     lasting = sum(known.values()) - known["activations"]
     return {**known, REST: max(0, line["bytes"] - lasting)}
 
 
-def _largest(member: GroupedRun) -> Row:
+def _largest(member: GroupedRun) -> dict[str, int]:
     return max(by_rank(member.run.memory_lines).values(), key=lambda row: sum(row.values()))
 
 
-def _part(label: str, names: list[str], rows: Sequence[Row]) -> ReportPart:
-    return ReportPart((label,), (names, *([row[name] for row in rows] for name in NAMES)))
-
-
-def _stacked(names: Sequence[str], rows: Sequence[Row]) -> Figure:
-    """A bar for each name, the first one on top."""
-    bars = [escaped(name) for name in names]
-    ticks = {"tickvals": bars, "ticktext": [wrapped(name) for name in bars]}
-    layout = {
-        "barmode": "stack",
-        "bargap": 0.3,
-        "legend": {"orientation": "h", "traceorder": "normal"},
-        "xaxis": axis("bytes", rangemode="tozero", tickformat="~s", ticksuffix="B"),
-        "yaxis": {"automargin": True, "autorange": "reversed", "type": "category", **ticks},
-        "height": 90 + 36 * max(len(bars), 3),
-    }
-    data = [_bars(number, name, bars, [row[name] for row in rows]) for number, name in enumerate(NAMES)]
-    return {"data": data, "layout": layout}
-
-
-def _bars(number: int, name: str, bars: list[str], sizes: list[int]) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": bars,
-        "x": numbers(sizes),
-        "marker": bar(number),
-        "hovertemplate": f"%{{y}}<br>{name} %{{x:.4~s}}B<extra></extra>",
-    }
+def _stacked(bars: Mapping[str, Row]) -> Figure:
+    markers = {name: bar(number) for number, name in enumerate(NAMES)}
+    return stacked(bars, markers, "%{x:.4~s}B", title="bytes", tickformat="~s", ticksuffix="B")
 
 
 def _summary(largest: Mapping[str, Row]) -> str:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import fmean
-from typing import Any
 
-from manyhands.report.chart import Chart, Figure, ReportPart, Table, View, axis, escaped, numbers
+from manyhands.report.chart import Chart, Figure, Table, View
+from manyhands.report.charts.stacked import ALL, Row, bar_table, stacked
 from manyhands.report.groups import GroupedRun, RunGroup, Section
-from manyhands.report.theme import ACTIVITIES, activity, share_text, wrapped
+from manyhands.report.theme import ACTIVITIES, activity, share_text
 
 MOST_RANKS = 32
 """The most ranks that are drawn of one run, the slowest ones."""
-ALL = "all methods"
-
-Row = Mapping[str, float]
 
 
 def spent(section: Section) -> Chart:
     """One view with all methods side by side, and one per run with its ranks."""
     means = {group.name: row for group in section.groups if (row := _mean(group))}
-    views = [View(ALL, _stacked(list(means), list(means.values()), section.seconds))]
-    parts = [_part(ALL, list(means), list(means.values()))]
+    views = [View(ALL, _stacked(means, section.seconds))]
+    parts = [bar_table(ALL, means, list(ACTIVITIES))]
     for member in section.members:
         rows = member.measures.spent()
         if rows:
             ranks, note = slowest(member)
-            names = [f"rank {rank}" for rank in ranks]
-            views.append(View(member.label, _stacked(names, [rows[rank] for rank in ranks], section.seconds), note))
-            parts.append(_part(member.label, [f"rank {rank}" for rank in rows], list(rows.values())))
+            views.append(
+                View(member.label, _stacked({f"rank {rank}": rows[rank] for rank in ranks}, section.seconds), note)
+            )
+            parts.append(bar_table(member.label, {f"rank {rank}": row for rank, row in rows.items()}, list(ACTIVITIES)))
     return Chart(
         "spent",
         "Where the time went",
@@ -56,35 +54,8 @@ def _mean(group: RunGroup) -> dict[str, float]:
     return {name: fmean(row[name] for row in rows) for name in ACTIVITIES} if rows else {}
 
 
-def _part(label: str, names: list[str], rows: Sequence[Row]) -> ReportPart:
-    return ReportPart((label,), (names, *(numbers(row[name] for row in rows) for name in ACTIVITIES)))
-
-
-def _stacked(names: Sequence[str], rows: Sequence[Row], title: str) -> Figure:
-    """A bar for each name, the first one on top."""
-    bars = [escaped(name) for name in names]
-    ticks = {"tickvals": bars, "ticktext": [wrapped(name) for name in bars]}
-    layout = {
-        "barmode": "stack",
-        "bargap": 0.3,
-        "legend": {"orientation": "h", "traceorder": "normal"},
-        "xaxis": axis(title, rangemode="tozero"),
-        "yaxis": {"automargin": True, "autorange": "reversed", "type": "category", **ticks},
-        "height": 90 + 36 * max(len(bars), 3),
-    }
-    return {"data": [_bars(name, bars, [row[name] for row in rows]) for name in ACTIVITIES], "layout": layout}
-
-
-def _bars(name: str, bars: list[str], seconds: list[float]) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "y": bars,
-        "x": numbers(seconds),
-        "marker": activity(name),
-        "hovertemplate": f"%{{y}}<br>{name} %{{x:.4g}} s<extra></extra>",
-    }
+def _stacked(bars: Mapping[str, Row], title: str) -> Figure:
+    return stacked(bars, {name: activity(name) for name in ACTIVITIES}, "%{x:.4g} s", title=title)
 
 
 def _summary(means: Mapping[str, Row]) -> str:

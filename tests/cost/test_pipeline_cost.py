@@ -172,6 +172,18 @@ def test_a_model_of_sizes_only_is_planned():
     assert many.ranks[0].activations == 2 * few.ranks[0].activations
 
 
+@pytest.mark.parametrize("make", [mh.pipedream, mh.gpipe])
+def test_a_run_of_sizes_only_measures_all_but_activations(make):
+    strategy = make(rule=Momentum(0.01))
+    cost = pipeline_cost(load("vgg16"), pipeline_plan(strategy, 2))
+    result = mh.train("vgg16", strategy, cluster=mh.Cluster(workers=2), steps=9)
+    for rank, line in zip(cost.ranks, result.memory, strict=True):
+        kinds = ("weights", "gradient", "optimizer")
+        assert [line[kind] for kind in kinds] == [getattr(rank, kind) for kind in kinds]
+        assert (line["version_bytes"] or 0) == rank.version_bytes and line["activations"] is None
+        assert line["bytes"] <= sum(line[kind] for kind in kinds) + rank.activations, "nothing of the other ranks"
+
+
 def test_what_the_method_of_a_team_keeps_is_not_known():
     strategy = over_team(mh.diloco(), mh.piped(2))
     cost = pipeline_cost(chain(), pipeline_plan(strategy, 8))
