@@ -155,13 +155,27 @@ def traffic(script):
 def test_traffic_table_prints_its_table(tmp_path):
     """N = 64, L = 8, T = 16, M = 16, K = 4, tau = 2: 33,280 parameters with biases."""
     lines = say("traffic_table", tmp_path)
-    cells = {line[14:31].strip(): numbers(line[49:]) for line in lines[2:8]}
+    cells = {line[14:31].strip(): numbers(line[49:]) for line in lines[2:9]}
     both_ways = 2 * 16 * 33_280
     for method in ("bsp-server", "downpour", "ssp"):
-        assert cells[method] == [524_288, both_ways, 2.0312, 2.0312]
+        assert cells[method] == [524_288, both_ways, 2.0312, 2.0312, both_ways]
     rounds, machines = 16 // 4 // 2, 4
-    assert cells["model-averaging"] == [262_144, rounds * machines * 1.5 * 33_280, 1.5234, 1.5234]
-    assert cells["pipedream"] == [64 * 16 * 16, 2 * 64 * 16 * 16, 2, 2]
+    averages = rounds * machines * 1.5 * 33_280
+    assert cells["model-averaging"] == [262_144, averages, 1.5234, 1.5234, averages]
+    for method in ("pipedream", "weight-copies"):
+        assert cells[method] == [64 * 16 * 16, 2 * 64 * 16 * 16, 2, 2, 3 * 2 * 64 * 16 * 16]
+    start = next(number for number, line in enumerate(lines) if line.startswith("method  "))
+    work = {line[:17].strip(): numbers(line[17:]) for line in lines[start + 1 : start + 7]}
+    assert {tuple(row[:4]) for row in work.values()} == {(64**2 * 8 * 16 * 16 / 4, 12_058_624, 5.75, 5.75)}
+    served = {method: row[5] / 33_280 for method, row in work.items()}
+    assert served == {
+        "bsp-server": 16,
+        "model-averaging": rounds * machines * 2,
+        "downpour": 32,
+        "ssp": 32,
+        "pipedream": 0,
+        "weight-copies": 2 * 15,  # two rounds of seven mini-batches
+    }
     (quotient,) = (line for line in lines if "asynchronous / pipelined" in line)
     assert numbers(quotient) == [32.0, 32.5, 1.0156, 1.0156]
 
@@ -179,10 +193,21 @@ def test_what_is_sent_is_the_formula_times_what_is_explained(traffic, letters):
     """To the last number, also where nothing can be divided evenly."""
     setting = traffic.Setting(**letters)
     table = traffic.rows(setting)
-    assert [row.method for row in table] == ["bsp-server", "model-averaging", "downpour", "ssp", "pipedream"]
-    counted = [traffic.count(row, setting) for row in table]
-    assert counted == [row.formula * row.constant for row in table]
-    quotient = counted[2] / counted[4]
+    assert [row.method for row in table] == [
+        "bsp-server",
+        "model-averaging",
+        "downpour",
+        "ssp",
+        "pipedream",
+        "weight-copies",
+    ]
+    counts = [traffic.count(row, setting) for row in table]
+    sent = [found.sent / row.links for row, found in zip(table, counts, strict=True)]
+    assert sent == [row.formula * row.constant for row in table]
+    assert [found.averaged for found in counts] == [row.averaging * row.averaging_constant for row in table]
+    passes = setting.weights * setting.T * setting.M * traffic.passes_of(setting)
+    assert [float(found.operations) for found in counts] == pytest.approx([float(passes)] * 6, rel=1e-9)
+    quotient = sent[2] / sent[4]
     assert quotient == Fraction(letters["N"] * letters["L"], letters["T"]) * (1 + Fraction(1, letters["N"]))
 
 
@@ -194,6 +219,14 @@ def test_the_formulas_are_those_of_the_survey(traffic):
     assert formulas["asynchronous"] == 8 * 10**8
     assert formulas["pipelined"] == 256 * 10**5
     assert formulas["asynchronous"] / formulas["pipelined"] == Fraction(3125, 100)
+    assert {row.method: row.averaging for row in table} == {
+        "bsp-server": 8 * 10**8,
+        "model-averaging": 8 * 10**7,
+        "downpour": 8 * 10**8,
+        "ssp": 8 * 10**8,
+        "pipedream": 8 * 10**8,
+        "weight-copies": 8 * 10**8,
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
-"""The traffic of parallel methods: three formulas of a survey beside counts from a virtual cluster.
+"""The work and the traffic of parallel methods: Table 1 of a survey beside counts from a virtual cluster.
 
 For a network of L layers with N neurons each, mini-batches of T samples, M of them per epoch, and K machines that (if
-synchronous) average after every tau mini-batches of their own, Table 1 of the survey has, up to constants,
+synchronous) average after every tau mini-batches of their own, the survey has, up to constants,
 
-    synchronous SGD     N^2 L M / tau     a model per machine and average
-    asynchronous SGD    N^2 L M           a model per mini-batch
-    pipelined SGD       N T M             an activation per mini-batch, on each link
+                        computing node    parameter server    communication
+    synchronous SGD     N^2 L T M / K     N^2 L M / tau       N^2 L M / tau     a model per machine and average
+    asynchronous SGD    N^2 L T M / K     N^2 L M             N^2 L M           a model per mini-batch
+    pipelined SGD       N^2 L T M / K     N^2 L M             N T M             an activation per mini-batch and link
 
-Here each of them trains such a network with real gradients, and all numbers that cross a link are counted. The count of
-an epoch is that of two epochs minus that of one, so that reading the result at the end is left out. Layers have biases.
+Here each of them trains such a network with real gradients. Counted are the operations of forward and backward passes,
+the numbers that servers write, or machines when they average, and the numbers that cross links. The count of an epoch
+is that of two epochs minus that of one, so that reading the result at the end is left out. Layers have biases.
+
+The server of the pipeline is its 2K - 1 copies of the weights, which each machine averages for its own layers once per
+round of 2K - 1 mini-batches: N^2 L M is the count of all machines. Pipelines without copies average nothing.
 
 Reference: D. Yook, H. Lee, I. Yoo, A survey on parallel training algorithms for deep neural networks, 2020
 
@@ -19,10 +24,13 @@ Examples:
 """
 
 import argparse
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from _drawing import Figure, draw
@@ -32,7 +40,12 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from manyhands.collectives.choose import SMALL
+from manyhands.core.port import REFERENCE_FLOPS
 from manyhands.core.strategy import Strategy
+from manyhands.core.worker import Worker
+from manyhands.strategies.local_steps import LocalSteps
+from manyhands.strategies.streaming import Streaming
+from manyhands.virtual.transport import VirtualTransport
 
 BYTES = 4
 RATE = 0.01
@@ -57,6 +70,10 @@ class Setting:
         return mh.Task(model=self.network, data=TensorDataset(x, x), loss=mse_loss, batch_size=self.T, name="mlp")
 
     @property
+    def weights(self) -> int:
+        return self.N**2 * self.L
+
+    @property
     def biases(self) -> Fraction:
         """The number of parameters per weight."""
         return 1 + Fraction(1, self.N)
@@ -76,9 +93,25 @@ class Row:
     constant: Fraction
     why: str
     strategy: Strategy
+    averaging: Fraction
+    """The survey's formula for the parameter server."""
+    averaging_constant: Fraction
+    averaging_why: str
     servers: int = 0
     links: int = 1
     """The number of links with equal traffic: the survey counts one of them."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """What was counted in an epoch."""
+
+    operations: Fraction
+    """Of the passes, on all machines together."""
+    averaged: Fraction
+    """Numbers written by servers, or by machines that average."""
+    sent: Fraction
+    """Numbers on all links together."""
 
 
 def rows(s: Setting) -> list[Row]:
@@ -89,48 +122,139 @@ def rows(s: Setting) -> list[Row]:
         through_a_server(s, "asynchronous", "downpour", "N^2 L M", mh.downpour(lr=RATE, n_fetch=1, n_push=1)),
         through_a_server(s, "asynchronous", "ssp", "N^2 L M", mh.ssp(lr=RATE)),
         piped(s),
+        copied(s),
     ]
 
 
 def through_a_server(s: Setting, family: str, method: str, paper: str, strategy: Strategy) -> Row:
     why = "2: weights in, gradients out; 1 + 1/N: biases"
-    formula, constant = Fraction(s.N**2 * s.L * s.M), 2 * s.biases
-    return Row(family, method, paper, formula, constant, why, strategy, servers=1)
+    formula, constant = Fraction(s.weights * s.M), 2 * s.biases
+    if family == "synchronous":
+        passes, served = 1, "1: a pass for every gradient, the last one with the update; 1 + 1/N: biases"
+    else:
+        passes, served = 2, "2: an update for every gradient, and a copy of the weights to be sent; 1 + 1/N: biases"
+    return Row(family, method, paper, formula, constant, why, strategy, formula, passes * s.biases, served, servers=1)
 
 
 def averaged(s: Setting) -> Row:
     why = "2 (K - 1) / K: a machine's share of an all-reduce; 1 + 1/N: biases"
-    formula, constant = Fraction(s.N**2 * s.L * s.M, s.tau), Fraction(2 * (s.K - 1), s.K) * s.biases
+    formula, constant = Fraction(s.weights * s.M, s.tau), Fraction(2 * (s.K - 1), s.K) * s.biases
     strategy = mh.model_averaging(lr=RATE, period=s.tau)
-    return Row("synchronous", "model-averaging", "N^2 L M / tau", formula, constant, why, strategy)
+    served = "2: a mean and a copy on every machine; 1 + 1/N: biases"
+    row = "synchronous", "model-averaging", "N^2 L M / tau", formula, constant, why, strategy
+    return Row(*row, formula, 2 * s.biases, served)
 
 
 def piped(s: Setting) -> Row:
     why = "2: activations forward, gradients back; an inner stage has two links, and no weights are sent"
     formula, constant = Fraction(s.N * s.T * s.M), Fraction(2)
-    return Row("pipelined", "pipedream", "N T M", formula, constant, why, mh.pipedream(lr=RATE), links=s.K - 1)
+    row = "pipelined", "pipedream", "N T M", formula, constant, why, mh.pipedream(lr=RATE)
+    return Row(*row, Fraction(s.weights * s.M), Fraction(0), "0: there is one copy of the weights", links=s.K - 1)
 
 
-def count(row: Row, s: Setting) -> Fraction:
-    """The numbers sent over one link in an epoch."""
+def copied(s: Setting) -> Row:
+    """The survey's pipeline: its 2K - 1 copies are averaged after every round; no average ends an incomplete one."""
+    other, copies = piped(s), 2 * s.K - 1
+    rounds = 2 * s.M // copies - s.M // copies
+    constant = Fraction(rounds * (2 * copies + 1), s.M) * s.biases
+    served = "4K - 1 passes over the weights for every 2K - 1 mini-batches of complete rounds; 1 + 1/N: biases"
+    row = "pipelined", "weight-copies", "N T M", other.formula, other.constant, other.why, mh.weight_copies(lr=RATE)
+    return Row(*row, Fraction(s.weights * s.M), constant, served, links=s.K - 1)
+
+
+# -- counting ------------------------------------------------------------------------------------------
+
+
+def count(row: Row, s: Setting) -> Count:
+    """An epoch."""
+    once, twice = (run(row, s, epochs) for epochs in (1, 2))
+    return Count(*(b - a for a, b in zip(once, twice, strict=True)))
+
+
+def run(row: Row, s: Setting, epochs: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Operations, numbers written by servers or averages, and numbers sent."""
     cluster = mh.Cluster(workers=s.K, servers=row.servers)
-    once, twice = (mh.train(s.task(), row.strategy, cluster=cluster, epochs=epochs).bytes_sent for epochs in (1, 2))
-    return Fraction(twice - once, BYTES * row.links)
+    with charges() as counted:
+        sent = mh.train(s.task(), row.strategy, cluster=cluster, epochs=epochs).bytes_sent
+    operations = Fraction(round(counted["operations"] * REFERENCE_FLOPS))
+    return operations, Fraction(round(counted["averaged"]), BYTES), Fraction(sent, BYTES)
 
 
-def print_table(table: Sequence[Row], counted: Sequence[Fraction]) -> None:
-    print(f"{'':14}{'method':17}{'paper':18}{'formula':>12}{'ours':>14}{'ratio':>8}{'explained':>11}")
-    for row, ours in zip(table, counted, strict=True):
+@contextmanager
+def charges() -> Iterator[dict[str, float]]:
+    """Sum up what the virtual cluster charges: seconds of passes; bytes written by servers or while averaging."""
+    counted: dict[str, float] = defaultdict(float)
+    averaging: set[int] = set()
+    compute, copy = VirtualTransport.charge_compute, VirtualTransport.charge_copy
+
+    def charge_compute(self: VirtualTransport, seconds: float) -> None:
+        counted["operations"] += seconds
+        compute(self, seconds)
+
+    def charge_copy(self: VirtualTransport, nbytes: int) -> None:
+        counted["averaged"] += nbytes if self.role == "server" or self.rank in averaging else 0
+        copy(self, nbytes)
+
+    def while_averaging(method: Callable[..., None]) -> Callable[..., None]:
+        def noted(self: object, w: Worker, *rest: object) -> None:
+            averaging.add(w.rank)
+            method(self, w, *rest)
+            averaging.discard(w.rank)
+
+        return noted
+
+    with (
+        patch.object(VirtualTransport, "charge_compute", charge_compute),
+        patch.object(VirtualTransport, "charge_copy", charge_copy),
+        patch.object(Streaming, "_average", while_averaging(Streaming._average)),
+        patch.object(LocalSteps, "_combine", while_averaging(LocalSteps._combine)),
+    ):
+        yield counted
+
+
+# -- printing ------------------------------------------------------------------------------------------
+
+
+def print_traffic(table: Sequence[Row], counts: Sequence[Count]) -> None:
+    print(
+        f"{'':14}{'method':17}{'paper':18}{'formula':>12}{'one link':>14}{'ratio':>8}{'explained':>11}{'all links':>14}"
+    )
+    for row, found in zip(table, counts, strict=True):
+        ours = found.sent / row.links
         numbers = f"{float(row.formula):>12,.0f}{float(ours):>14,.0f}{float(ours / row.formula):>8.4f}"
-        print(f"{row.family:14}{row.method:17}{row.paper:18}{numbers}{float(row.constant):>11.4f}")
-    print("\nthe ratios:")
+        print(
+            f"{row.family:14}{row.method:17}{row.paper:18}{numbers}{float(row.constant):>11.4f}{float(found.sent):>14,.0f}"
+        )
+    print("\nthe ratios (one link of a pipeline; of other methods all traffic):")
     for row in table:
         print(f"{row.method:17}{row.why}")
 
 
-def print_quotient(s: Setting, table: Sequence[Row], counted: Sequence[Fraction]) -> None:
+def print_work(s: Setting, table: Sequence[Row], counts: Sequence[Count]) -> None:
+    """The two columns of computation: of one node, the mean of all; and of the server, or of all averages together."""
+    node, explained = Fraction(s.weights * s.T * s.M, s.K), passes_of(s)
+    print("\noperations of passes per epoch and node, and numbers that servers or averages write\n")
+    print(f"{'method':17}{'node':>14}{'ours':>16}{'ratio':>8}{'explained':>11}", end="")
+    print(f"{'server':>14}{'ours':>14}{'ratio':>8}{'explained':>11}")
+    for row, found in zip(table, counts, strict=True):
+        ours = found.operations / s.K
+        print(f"{row.method:17}{float(node):>14,.0f}{float(ours):>16,.0f}{float(ours / node):>8.4f}", end="")
+        print(f"{float(explained):>11.4f}{float(row.averaging):>14,.0f}{float(found.averaged):>14,.0f}", end="")
+        print(f"{float(found.averaged / row.averaging):>8.4f}{float(row.averaging_constant):>11.4f}")
+    print(
+        "\nthe ratios: 6 - 2/L for nodes: a multiply-add is two operations, in three products; the first layer has two"
+    )
+    for row in table:
+        print(f"{row.method:17}{row.averaging_why}")
+
+
+def passes_of(s: Setting) -> Fraction:
+    return 6 - Fraction(2, s.L)
+
+
+def print_quotient(s: Setting, table: Sequence[Row], counts: Sequence[Count]) -> None:
     """The survey's argument for pipelines."""
-    ours = {row.method: found for row, found in zip(table, counted, strict=True)}
+    ours = {row.method: found.sent / row.links for row, found in zip(table, counts, strict=True)}
     quotient, expected = ours["downpour"] / ours["pipedream"], Fraction(s.N * s.L, s.T)
     print(f"\n{'asynchronous / pipelined':31}{'N L / T':18}{float(expected):>12.2f}{float(quotient):>14.2f}", end="")
     print(f"{float(quotient / expected):>8.4f}{float(s.biases):>11.4f}")
@@ -141,10 +265,13 @@ def print_quotient(s: Setting, table: Sequence[Row], counted: Sequence[Fraction]
     )
 
 
-def figure_of(s: Setting, table: Sequence[Row], counted: Sequence[Fraction]) -> Figure:
+def figure_of(s: Setting, table: Sequence[Row], counts: Sequence[Count]) -> Figure:
     """Numbers per epoch, for each method: the formula and ours."""
     names = [f"{row.family}: {row.method}" for row in table]
-    bars = {"formula": [row.formula for row in table], "sent": counted}
+    bars = {
+        "formula": [row.formula for row in table],
+        "sent": [found.sent / row.links for row, found in zip(table, counts, strict=True)],
+    }
     data = [{"type": "bar", "name": name, "x": names, "y": [float(x) for x in ys]} for name, ys in bars.items()]
     setting = f"N = {s.N}, L = {s.L}, T = {s.T}, M = {s.M}, K = {s.K}, tau = {s.tau}"
     layout = {
@@ -186,10 +313,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     s = Setting(N=64, L=8, T=16, M=16, K=4, tau=2) if given.small else s
     print(f"numbers sent per epoch; N = {s.N}, L = {s.L}, T = {s.T}, M = {s.M}, K = {s.K}, tau = {s.tau}\n")
     table = rows(s)
-    counted = [count(row, s) for row in table]
-    print_table(table, counted)
-    print_quotient(s, table, counted)
-    print(draw(figure_of(s, table, counted), given.out / "traffic.html"))
+    counts = [count(row, s) for row in table]
+    print_traffic(table, counts)
+    print_quotient(s, table, counts)
+    print_work(s, table, counts)
+    print(draw(figure_of(s, table, counts), given.out / "traffic.html"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import manyhands as mh
 from manyhands.rules import Momentum, Sgd
 from manyhands.splits import schedules
 from manyhands.splits.data import Share
-from manyhands.splits.versions import Latest, Stash
+from manyhands.splits.versions import Copies, Latest, Stash
 from manyhands.strategies.streaming import Streaming
 
 NEWEST = {
@@ -180,9 +180,10 @@ def chains(task, copies, steps, lr, momentum=0.0):
     return [[p.detach() for p in model.parameters()] for model in models]
 
 
+@pytest.mark.parametrize("order", ["rounds", "1F1B"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("workers", [2, 3])
-def test_copies_are_independent_chains_to_the_last_bit(workers, momentum):
+def test_copies_are_independent_chains_to_the_last_bit(workers, momentum, order):
     task, copies, found = deep(), 2 * workers - 1, {}
     steps = 3 * copies - 1
 
@@ -192,7 +193,9 @@ def test_copies_are_independent_chains_to_the_last_bit(workers, momentum):
                 memory = s.weights._memories[c][slot.span.group]
                 found[c, slot.name] = memory[slot.span.start : slot.span.stop].view(slot.shape).clone()
 
-    strategy = mh.weight_copies(rounds=3, rule=Momentum(0.1, momentum) if momentum else Sgd(0.1))
+    rule = Momentum(0.1, momentum) if momentum else Sgd(0.1)
+    of_rounds, of_1f1b = mh.weight_copies(rounds=3, rule=rule), Streaming(rule, schedules.alternating, Copies)
+    strategy = of_rounds if order == "rounds" else of_1f1b
     result = trained(probed(strategy, update=note), task, workers, steps)
     expected = chains(task, copies, steps, 0.1, momentum)
     for number, name in enumerate(result.weights):

@@ -531,8 +531,9 @@ def dni(
     smaller rates, or weights and predictions grow without bound. A lost worker ends the run.
 
     Reference: M. Jaderberg et al., Decoupled neural interfaces using synthetic gradients, 2017, arXiv:1608.05343
-    Loops: strategies/streaming.py Streaming.step; splits/synthetic_passes.py SyntheticPasses;
-        splits/synthetic.py SyntheticModel; splits/schedules/synthetic.py synthetic
+    Loops: strategies/synthetic.py Synthetic.step; strategies/streaming.py Streaming.step;
+        splits/synthetic_passes.py SyntheticPasses; splits/synthetic.py SyntheticModel;
+        splits/schedules/synthetic.py synthetic
 
     Args:
         lr: alpha, the learning rate.
