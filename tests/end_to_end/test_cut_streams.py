@@ -217,6 +217,14 @@ def test_names_and_balance_are_in_force_in_the_text_of_a_method():
             mh.train(data, strategy_of(f"{method}:balance=weight"), cluster=mh.Cluster(2), steps=4)
 
 
+@pytest.mark.parametrize("method", [mh.pipedream, mh.gpipe])
+def test_measured_cuts_are_for_real_processes(method):
+    with pytest.raises(mh.Refused, match="balance is 'time', but must be work or parameters in virtual time"):
+        mh.train(task(Gpt, words(), None), method(balance="time"), cluster=mh.Cluster(2), steps=2)
+    with pytest.raises(mh.Refused, match="balance is time, but must be left as it is: the cuts are given by name"):
+        method(cut=["h.1"], balance="time")
+
+
 # -- a list of stages ----------------------------------------------------------------------------------
 
 

@@ -10,7 +10,8 @@ A data-parallel method that runs in every column trains the whole model (strateg
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -33,6 +34,9 @@ class Team(Protocol):
     @property
     def size(self) -> int:
         """How many ranks form a team; 0: all workers form one."""
+
+    def settle(self, w: Worker, size: int) -> Mapping[str, Any]:
+        """Before `part`, on all ranks of a run: determine what the model alone does not; facts for the record."""
 
     def check(self, size: int, batch_size: int, model: nn.Module) -> None:
         """Refuse a model or a mini-batch that `size` ranks cannot divide."""

@@ -32,6 +32,7 @@ from manyhands.splits.cuts import Cuts, Names, joined, parted
 from manyhands.splits.cutting import Balance
 from manyhands.splits.stage_passes import StagePasses
 from manyhands.splits.tied_weights import TiedWeights
+from manyhands.splits.timed_cuts import settle
 
 FlushingSchedule = Literal["gpipe", "one-f-one-b", "interleaved", "zero-bubble"]
 SCHEDULES: Mapping[FlushingSchedule, schedules.Schedule] = {
@@ -56,7 +57,8 @@ class Piped:
         keep: "graph": the graph of a forward pass is kept until its backward pass; "inputs": only its input is, and the
             forward pass is computed again; None: "inputs" for "gpipe", as in its paper, "graph" for the others.
         cut: the names of the modules with which stages 1, 2, ... begin, also as one text ("h.4, h.8"); None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: "work" (operations) or "parameters".
+        balance: what the largest stage has little of, if the cuts are chosen: "work" (operations), "time" (seconds,
+            measured on the first rank before training; in real processes only) or "parameters".
         example: inputs of the model for a few samples, to cut a model in a loop of one's own; a task has some.
     """
 
@@ -91,6 +93,12 @@ class Piped:
         M = self.micro_batches
         refuse_unless(batch_size % M == 0, "batch_size", batch_size, f"divisible by micro_batches = {M}")
         rows_of(self, size)
+
+    def settle(self, w: Worker, size: int) -> Mapping[str, Any]:
+        """Measure where to cut, if stages are to take equal times."""
+        samples = w.batch_size // self.micro_batches
+        self._cuts, facts = settle(self._cuts, w, size * self._chunks(size), samples)
+        return facts
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
         return joined(self._cuts.stages(model, size * chunks_of(self, size))[index::size])
