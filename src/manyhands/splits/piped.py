@@ -97,7 +97,7 @@ class Piped:
     def settle(self, w: Worker, size: int) -> Mapping[str, Any]:
         """Measure where to cut, if stages are to take equal times."""
         samples = w.batch_size // self.micro_batches
-        self._cuts, facts = settle(self._cuts, w, size * self._chunks(size), samples)
+        self._cuts, facts = settle(self._cuts, w, size * chunks_of(self, size), samples)
         return facts
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
