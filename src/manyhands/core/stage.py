@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -106,8 +107,7 @@ class Stage:
             one.layers = self._apart(weights, one.products)
             self._saved[m] = one
             version = x._version
-            with torch.set_grad_enabled(keep == "graph"), self._meter.saving(self._key(m), weights):
-                out = self._run(one, {})
+            out = self._w.run_pass(partial(self._compute, m, {}, grad=keep == "graph"))
             if keep == "graph":
                 one.out = out
                 self._meter.keep(self._key(m), out)
@@ -118,6 +118,12 @@ class Stage:
             self._meter.keep(self._key(m), x)
             self._w.charge_passes(len(x), self._share.forward)
         return out.detach()
+
+    def _compute(self, m: int, buffers: Mapping[str, Tensor], *, grad: bool) -> Tensor:
+        """The forward pass of a micro-batch, whose graph is measured."""
+        one = self._saved[m]
+        with torch.set_grad_enabled(grad), self._meter.saving(self._key(m), one.weights):
+            return self._run(one, buffers)
 
     def _run(self, one: Pass, buffers: Mapping[str, Tensor]) -> Tensor:
         """The output, or the loss; with buffers other than those of the module, if they are given."""
@@ -163,14 +169,13 @@ class Stage:
         """Run autograd; what it computes of the gradient is put into the flat one."""
         one = self._saved[m]
         if one.out is None:
-            with torch.enable_grad(), self._meter.saving(self._key(m), one.weights):
-                one.out = self._run(one, one.buffers)
+            one.out = self._w.run_pass(partial(self._compute, m, one.buffers, grad=True))
             self._w.charge_passes(len(one.x), self._share.forward)
         inputs = [*one.weights, one.x] if one.x.requires_grad else one.weights
         if not (inputs and one.out.requires_grad):  # neither this stage nor a previous one is trained
             return None
         with nullcontext() if one.layers is None else one.layers.propagating():
-            grads = torch.autograd.grad(one.out, inputs, error, allow_unused=True)
+            grads = self._w.run_pass(partial(torch.autograd.grad, one.out, inputs, error, allow_unused=True))
         one.out = None
         for slot, g in zip(self._slots, grads, strict=False):
             if g is not None:
