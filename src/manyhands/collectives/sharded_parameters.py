@@ -1,0 +1,137 @@
+"""Sharded parameters: some parameters of a model, of which each of P ranks keeps 1/P and has all only for a while.
+
+    rank 0   [ w0 .. w4 |          |          ]      gather    [ w0 .. w14 ]   on every rank, from all shards
+    rank 1   [          | w5 .. w9 |          ]      release   no memory
+    rank 2   [          |          | w10..w14 ]      reduce    each rank has its span of the sum of all gradients
+
+The memory of the whole is resized to zero and back, and stays the same storage. So what autograd has saved of the
+weights in a forward pass is there again in the backward pass, once they are gathered. While they are released, the
+model's parameters are views of one NaN, so that reading them by mistake is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from manyhands.core.flat import Flat, ParamSlot, Span
+from manyhands.core.port import Collective, even_spans
+
+UNIT = 2**16
+"""Neighbouring modules are gathered together until they have so many numbers: small messages cost more than memory."""
+
+
+class ShardedParameters:
+    """One unit: parameters that lie side by side in a flat model, and are gathered together.
+
+    Args:
+        number: of the unit, the same on all ranks.
+        flat: the model, whose weights are still whole.
+        slots: the parameters.
+        ranks: P.
+        index: that of this rank.
+    """
+
+    def __init__(self, number: int, flat: Flat, slots: Sequence[ParamSlot], ranks: int, index: int) -> None:
+        self.number, self.slots = number, slots
+        group, start, _ = slots[0].span
+        self.span = Span(group, start, slots[-1].span.stop)
+        own = even_spans(self.span.numel, ranks)[index]
+        self.own = Span(group, start + own.start, start + own.stop)
+        self.weights = flat.weights(self.own).clone()
+        """This rank's shard."""
+        self.gradient: Tensor | None = None
+        """This rank's span of the sum of all gradients, once they are reduced."""
+        self.missing = {slot.name for slot in slots}
+        """The parameters whose gradient has not arrived."""
+        self.is_gathered = True
+        self._flat = flat
+        self._sum: Tensor | None = None
+        self._whole = torch.empty_like(flat.weights(self.span))
+        self._views = [self._view(self._whole, slot) for slot in slots]
+        self._resize(0)
+
+    def _view(self, whole: Tensor, slot: ParamSlot) -> Tensor:
+        start = slot.span.start - self.span.start
+        return whole[start : start + slot.span.numel].view(slot.shape)
+
+    def _resize(self, numel: int) -> None:
+        if not self._whole.is_meta:
+            self._whole.untyped_storage().resize_(numel * self._whole.element_size())
+
+    def begin(self) -> None:
+        """Begin a step: no gradient has arrived."""
+        self.missing = {slot.name for slot in self.slots}
+        self.gradient = self._sum = None
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def gather(self, collective: Collective) -> None:
+        """Let the model's parameters have their values."""
+        self._resize(self._whole.numel())
+        collective.all_gather(self.weights, self._whole)
+        self.is_gathered = True
+        for slot, view in zip(self.slots, self._views, strict=True):
+            self._flat.parameter(slot).data = view
+
+    def release(self) -> None:
+        """Free the memory of the whole."""
+        self.is_gathered = False
+        for slot in self.slots:
+            self._flat.parameter(slot).data = self._flat.weights(slot.span).view(slot.shape)
+        self._resize(0)
+
+    def copy_whole(self, collective: Collective, keep: bool) -> dict[str, Tensor]:
+        """The values of the parameters by name, where they are to be kept; all ranks call this."""
+        whole = torch.empty_like(self._whole)
+        collective.all_gather(self.weights, whole)
+        return {slot.name: self._view(whole, slot) for slot in self.slots} if keep else {}
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def put(self, slot: ParamSlot, grad: Tensor, scale: float) -> bool:
+        """Take the gradient of one parameter; whether it was the last one of the unit."""
+        grad = grad.to_dense() if grad.is_sparse else grad
+        grad = grad if scale == 1.0 else grad * scale
+        self.missing.discard(slot.name)
+        if len(self.slots) == 1:
+            self._sum = grad.reshape(-1)
+        else:
+            self._own_sum().narrow(0, slot.span.start - self.span.start, slot.span.numel).copy_(grad.reshape(-1))
+        return not self.missing
+
+    def _own_sum(self) -> Tensor:
+        if self._sum is None:
+            self._sum = self.weights.new_empty(self.span.numel)
+        return self._sum
+
+    def reduce(self, collective: Collective) -> None:
+        """Add up the gradients of all ranks; what has not arrived is zero."""
+        total = self._own_sum()
+        for slot in self.slots:
+            if slot.name in self.missing and not total.is_meta:
+                self._view(total, slot).zero_()
+        self.gradient = collective.reduce_scatter(total)
+        self._sum = None
+
+
+def units(flat: Flat, ranks: int, index: int) -> list[ShardedParameters]:
+    """All parameters of a model: those of neighbouring modules together, as long as these are small."""
+    found: list[list[ParamSlot]] = []
+    for slot in flat.slots:
+        last = found[-1] if found else []
+        if last and last[0].span.group == slot.span.group and (_same_module(last[-1], slot) or _is_small(last)):
+            last.append(slot)
+        else:
+            found.append([slot])
+    return [ShardedParameters(number, flat, slots, ranks, index) for number, slots in enumerate(found)]
+
+
+def _same_module(one: ParamSlot, other: ParamSlot) -> bool:
+    return one.name.rpartition(".")[0] == other.name.rpartition(".")[0]
+
+
+def _is_small(slots: Iterable[ParamSlot]) -> bool:
+    return sum(slot.span.numel for slot in slots) < UNIT
