@@ -59,7 +59,7 @@ def bsp(
     return Compressed(rule or Sgd(lr), Encoded(codec, exchange, by_host))
 
 
-def fully_sharded(lr: float = 0.3, rule: Rule | None = None, keep: bool = False) -> FullySharded:
+def fully_sharded(lr: float = 0.3, rule: Rule | None = None, keep: bool = False, unit: int = 2**16) -> FullySharded:
     """Fully sharded SGD: each worker keeps 1/P of the weights, and gathers those of a module while it runs.
 
     split: data, and the weights in storage. when: bulk. who: a collective. what: raw. how: any elementwise rule, each
@@ -73,8 +73,7 @@ def fully_sharded(lr: float = 0.3, rule: Rule | None = None, keep: bool = False)
     one module. It sends 3 m (P - 1) / P numbers in a step, bsp 2 m (P - 1) / P; with `keep` both send the same. Any
     model; every worker must run the same modules in the same order. A lost worker ends the run.
 
-    Where we differ: small neighbouring modules are gathered together; the last weights of the forward pass are not
-    gathered again; the next ones are not gathered ahead.
+    Where we differ: the last weights of the forward pass are not gathered again; the next ones are not gathered ahead.
 
     Reference: S. Rajbhandari et al., ZeRO: Memory optimizations toward training trillion parameter models, 2020,
         arXiv:1910.02054
@@ -85,8 +84,10 @@ def fully_sharded(lr: float = 0.3, rule: Rule | None = None, keep: bool = False)
         lr: eta, the learning rate.
         rule: how the mean gradient is applied, instead of SGD with lr; elementwise.
         keep: whether weights stay gathered between the forward and the backward pass.
+        unit: neighbouring modules are gathered together until they have so many parameters, because small messages
+            cost more than memory.
     """
-    return FullySharded(rule or Sgd(lr), keep)
+    return FullySharded(rule or Sgd(lr), keep, unit)
 
 
 def bsp_server(

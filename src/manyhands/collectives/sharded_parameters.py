@@ -18,9 +18,7 @@ from torch import Tensor
 
 from manyhands.core.flat import Flat, ParamSlot, Span
 from manyhands.core.port import Collective, even_spans
-
-UNIT = 2**16
-"""Neighbouring modules are gathered together until they have so many numbers: small messages cost more than memory."""
+from manyhands.core.vector_ops import UNCHARGED
 
 
 class ShardedParameters:
@@ -42,13 +40,12 @@ class ShardedParameters:
         self.own = Span(group, start + own.start, start + own.stop)
         self.weights = flat.weights(self.own).clone()
         """This rank's shard."""
-        self.gradient: Tensor | None = None
-        """This rank's span of the sum of all gradients, once they are reduced."""
         self.missing = {slot.name for slot in slots}
         """The parameters whose gradient has not arrived."""
         self.is_gathered = True
         self._flat = flat
         self._sum: Tensor | None = None
+        self._reduced: Tensor | None = None
         self._whole = torch.empty_like(flat.weights(self.span))
         self._views = [self._view(self._whole, slot) for slot in slots]
         self._resize(0)
@@ -58,13 +55,13 @@ class ShardedParameters:
         return whole[start : start + slot.span.numel].view(slot.shape)
 
     def _resize(self, numel: int) -> None:
-        if not self._whole.is_meta:
+        if UNCHARGED.computes(self._whole):
             self._whole.untyped_storage().resize_(numel * self._whole.element_size())
 
     def begin(self) -> None:
         """Begin a step: no gradient has arrived."""
         self.missing = {slot.name for slot in self.slots}
-        self.gradient = self._sum = None
+        self._reduced = self._sum = None
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -111,18 +108,28 @@ class ShardedParameters:
         """Add up the gradients of all ranks; what has not arrived is zero."""
         total = self._own_sum()
         for slot in self.slots:
-            if slot.name in self.missing and not total.is_meta:
-                self._view(total, slot).zero_()
-        self.gradient = collective.reduce_scatter(total)
-        self._sum = None
+            if slot.name in self.missing:
+                UNCHARGED.zero(self._view(total, slot))
+        self._reduced, self._sum = collective.reduce_scatter(total), None
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradients of this step have been added up."""
+        return self._reduced is not None
+
+    def take_gradient(self) -> Tensor:
+        """This rank's span of the sum, which is not kept here any more."""
+        assert self._reduced is not None
+        gradient, self._reduced = self._reduced, None
+        return gradient
 
 
-def units(flat: Flat, ranks: int, index: int) -> list[ShardedParameters]:
-    """All parameters of a model: those of neighbouring modules together, as long as these are small."""
+def units(flat: Flat, ranks: int, index: int, size: int) -> list[ShardedParameters]:
+    """All parameters of a model: those of a module together, and of neighbours until they have `size` numbers."""
     found: list[list[ParamSlot]] = []
     for slot in flat.slots:
         last = found[-1] if found else []
-        if last and last[0].span.group == slot.span.group and (_same_module(last[-1], slot) or _is_small(last)):
+        if last and last[0].span.group == slot.span.group and (_same_module(last[-1], slot) or _numel(last) < size):
             last.append(slot)
         else:
             found.append([slot])
@@ -133,5 +140,5 @@ def _same_module(one: ParamSlot, other: ParamSlot) -> bool:
     return one.name.rpartition(".")[0] == other.name.rpartition(".")[0]
 
 
-def _is_small(slots: Iterable[ParamSlot]) -> bool:
-    return sum(slot.span.numel for slot in slots) < UNIT
+def _numel(slots: Iterable[ParamSlot]) -> int:
+    return sum(slot.span.numel for slot in slots)

@@ -57,7 +57,8 @@ class ManualChanges:
     def _seen(self) -> tuple[int, list[Tensor]]:
         groups = self._worker.flat.groups
         writes = sum(p._version for p in self._parameters)
-        return writes, [group.weights.detach()[index] for group, index in zip(groups, self._indices, strict=True)]
+        pairs = zip(groups, self._indices, strict=True)
+        return writes, [group.weights.detach()[index].nan_to_num() for group, index in pairs]  # released ones are NaN
 
 
 def _sample(group: DtypeGroup) -> Tensor:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from manyhands.core.declared_state import RuleState, StateParts
-from manyhands.core.errors import Refused
+from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.strategy import Batch, Strategy, Traits, Weights
 from manyhands.core.weight_slice import WeightSlice
@@ -32,10 +32,15 @@ class FullySharded(Strategy):
     Args:
         rule: how the mean gradient is applied; elementwise.
         keep: whether the weights of a module stay gathered between its forward and its backward pass.
+        unit: neighbouring modules are gathered together until they have so many parameters.
     """
 
     rule: Rule
     keep: bool = False
+    unit: int = 2**16
+
+    def __post_init__(self) -> None:
+        refuse_unless(self.unit >= 1, "unit", self.unit, ">= 1")
 
     @property
     def traits(self) -> Traits:
@@ -59,25 +64,18 @@ class FullySharded(Strategy):
             raise Refused(f"{self.rule} needs the whole gradient, of which a worker has slices only: use bsp")
 
     def setup(self, w: Worker) -> None:
-        """The units with this worker's shards, and the rule for each."""
-        if w.task.gradient is not None:
-            raise Refused(
-                "the task computes its gradient without autograd, but weights are gathered by modules: use bsp"
-            )
-        self.passes = ShardedPasses(w, self.keep)
-        self.slices = [
-            WeightSlice(w.ops, unit.own, unit.weights, w.flat.slots, self.rule) for unit in self.passes.units
-        ]
+        """The units with this worker's shards, and the rule for each; a small unit may have nothing for it."""
+        self.passes = ShardedPasses(w, self.keep, self.unit)
+        self.sharded = [unit for unit in self.passes.units if unit.own.numel]
+        self.slices = [WeightSlice(w.ops, unit.own, unit.weights, w.flat.slots, self.rule) for unit in self.sharded]
 
     def step(self, w: Worker, batch: Batch) -> float:
         """Compute with gathered weights, update the own shards."""
         loss = self.passes.gradient(batch)
         untouched = self.passes.untouched()
-        for unit, weight_slice in zip(self.passes.units, self.slices, strict=True):
-            gradient, unit.gradient = unit.gradient, None
-            assert gradient is not None
+        for unit, weight_slice in zip(self.sharded, self.slices, strict=True):
             at = UpdateContext(weight_slice.weights, samples=w.samples, count=len(w.workers))
-            weight_slice.update(gradient, at, untouched, over=len(w.workers))
+            weight_slice.update(unit.take_gradient(), at, untouched, over=len(w.workers))
         return loss
 
     def answer(self, w: Worker) -> Weights | None:

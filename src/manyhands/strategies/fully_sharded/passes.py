@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from manyhands.collectives import collective
 from manyhands.collectives.sharded_parameters import ShardedParameters, units
-from manyhands.core.errors import ManyhandsError, Refused
+from manyhands.core.errors import ManyhandsError, Refused, unknown
 from manyhands.core.flat import ParamSlot
 from manyhands.core.strategy import Batch
 from manyhands.core.work import owner
@@ -43,15 +43,16 @@ class ShardedPasses:
     Args:
         w: the worker; the weights of its model are whole until the end of its first step.
         keep: whether weights stay gathered from the forward pass to the backward pass.
+        unit: how many numbers are gathered together at least.
     """
 
-    def __init__(self, w: Worker, keep: bool) -> None:
+    def __init__(self, w: Worker, keep: bool, unit: int) -> None:
         self._w, self._keep = w, keep
-        self.units = units(w.flat, len(w.workers), w.workers.index(w.rank))
+        self.units = units(w.flat, len(w.workers), w.workers.index(w.rank), unit)
         self._unit_of = {slot.name: unit for unit in self.units for slot in unit.slots}
         self._collective = collective("auto", w.transport, w.workers)
         self._ask = w.wait_in_passes().ask
-        self._users: list[tuple[nn.Module, Units]] | None = None
+        self._users: Sequence[tuple[nn.Module, Units]] | None = None
         self._always: Units = ()
         self._running = self._backward = False
         self._charged = 0.0
@@ -72,6 +73,8 @@ class ShardedPasses:
         with w.timer.computing():
             if w.task.sizes_only:
                 loss = self._pass_on_sizes()
+            elif w.task.gradient is not None:
+                loss = self._own_pass(batch)
             else:
                 loss = w.run_pass(partial(self._first_pass if self._users is None else self._pass, batch))
             self._end()
@@ -107,6 +110,23 @@ class ShardedPasses:
             value = self._w.checked(loss)
             self._backward = True
             loss.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    @torch.no_grad()
+    def _own_pass(self, batch: Batch) -> float:
+        """The gradient of a task that computes it without autograd, from all weights."""
+        assert self._w.task.gradient is not None
+        self._users = ()
+        self._enter(self.units)
+        loss, gradients = self._w.task.gradient(self._w.model, *batch)
+        value = self._w.checked(loss)
+        slots = {slot.name: slot for slot in self._w.flat.slots}
+        self._backward = True
+        for name, gradient in gradients.items():
+            if name not in slots:
+                raise unknown("parameter", name, list(slots))
+            if self._unit_of[name].put(slots[name], gradient, self._w.flat.scale):
+                self._scatter(self._unit_of[name])
         return value
 
     def _pass_on_sizes(self) -> float:
@@ -212,7 +232,7 @@ class ShardedPasses:
         self._running = False
         self._w.charge_passes(self._samples, max(0.0, 1.0 - self._charged))
         for unit in self.units:
-            if unit.gradient is None:
+            if not unit.is_reduced:
                 self._scatter(unit)
         if self._users is not None or self._w.task.sizes_only:
             self._release_all()

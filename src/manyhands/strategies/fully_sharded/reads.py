@@ -39,11 +39,11 @@ class ParameterReads(TorchFunctionMode):
         for name, module in self._model.named_modules():
             self._hooks.callback(module.register_forward_pre_hook(self._entering(name)).remove)
             self._hooks.callback(module.register_forward_hook(self._leave).remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
     def _entering(self, name: str) -> Any:
