@@ -80,9 +80,12 @@ class FullySharded(Strategy):
 
     def answer(self, w: Worker) -> Weights | None:
         """The whole model, on the lead."""
-        whole = self.passes.whole(w.rank == w.lead)
-        frozen = {name: p.detach().clone() for name, p in w.model.named_parameters() if not p.requires_grad}
-        return {**whole, **frozen} if w.rank == w.lead else None
+        leads = w.rank == w.lead
+        whole = self.passes.whole(leads)
+        if not leads:
+            return None
+        named = dict(w.model.named_parameters())
+        return {name: whole[name] if p.requires_grad else p.detach().clone() for name, p in named.items()}
 
     def declared_state(self, w: Worker) -> StateParts:
         """The rule's state, divided among the workers."""

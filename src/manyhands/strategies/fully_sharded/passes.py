@@ -52,9 +52,10 @@ class ShardedPasses:
         self._unit_of = {slot.name: unit for unit in self.units for slot in unit.slots}
         self._collective = collective("auto", w.transport, w.workers)
         self._ask = w.wait_in_passes().ask
-        self._users: Sequence[tuple[nn.Module, Units]] | None = None
+        self._users: Sequence[tuple[nn.Module, Units]] = ()
         self._always: Units = ()
         self._running = self._backward = False
+        self._is_whole = True
         self._charged = 0.0
         w.flat.receive = self._receive
         w.flat.let_go_of_gradients()
@@ -76,7 +77,7 @@ class ShardedPasses:
             elif w.task.gradient is not None:
                 loss = self._own_pass(batch)
             else:
-                loss = w.run_pass(partial(self._first_pass if self._users is None else self._pass, batch))
+                loss = w.run_pass(partial(self._first_pass if self._is_whole else self._pass, batch))
             self._end()
         return loss
 
@@ -116,7 +117,6 @@ class ShardedPasses:
     def _own_pass(self, batch: Batch) -> float:
         """The gradient of a task that computes it without autograd, from all weights."""
         assert self._w.task.gradient is not None
-        self._users = ()
         self._enter(self.units)
         loss, gradients = self._w.task.gradient(self._w.model, *batch)
         value = self._w.checked(loss)
@@ -144,7 +144,7 @@ class ShardedPasses:
     def _hooked(self) -> Iterator[None]:
         """Within it modules have their weights while they run."""
         with ExitStack() as hooks:
-            for module, found in self._users or ():
+            for module, found in self._users:
                 hooks.callback(module.register_forward_pre_hook(self._before(found)).remove)
                 hooks.callback(module.register_forward_hook(self._after(found)).remove)
             yield
@@ -212,7 +212,7 @@ class ShardedPasses:
         self._charge(unit)
         self._calls.append(-1 - unit.number)
         unit.reduce(self._collective)
-        if self._users is not None or self._w.task.sizes_only:
+        if not self._is_whole:
             unit.release()
 
     def _charge(self, unit: ShardedParameters) -> None:
@@ -234,13 +234,12 @@ class ShardedPasses:
         for unit in self.units:
             if not unit.is_reduced:
                 self._scatter(unit)
-        if self._users is not None or self._w.task.sizes_only:
-            self._release_all()
-
-    def _release_all(self) -> None:
-        self._w.flat.let_go_of_weights()
+        if self._is_whole:
+            self._w.flat.let_go_of_weights()
         for unit in self.units:
-            unit.release()
+            if unit.is_gathered:
+                unit.release()
+        self._is_whole = False
 
     @torch.no_grad()
     def untouched(self) -> frozenset[int]:
