@@ -186,6 +186,12 @@ class Worker:
             for bucket in self.flat.buckets() if fired is not None else ():
                 fired(bucket)  # type: ignore[misc]
             return loss
+        return self.own_gradient(batch, fired, origin)
+
+    def own_gradient(
+        self, batch: Batch, fired: Callable[[Span], None] | None = None, origin: tuple[int, int, int] | None = None
+    ) -> float:
+        """The same by this rank, which runs the whole model itself."""
         self.seed_torch(*(origin or (self.rank, self.step)))
         live = fired if not self.transport.is_simulated else None
         with self.timer.computing():

@@ -21,6 +21,7 @@ from torch import nn
 
 from manyhands.core.activation_meter import ActivationMeter
 from manyhands.core.errors import Refused, refuse_unless
+from manyhands.core.param_cut import ParamCuts
 from manyhands.core.port import Transport
 from manyhands.core.stage import Keep
 from manyhands.core.strategy import Batch
@@ -110,6 +111,10 @@ class Piped:
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
         own = self._stages(model, size * self._chunks(size))[index::size]
         return own[0] if len(own) == 1 else nn.ModuleList(own)
+
+    def cuts(self, model: nn.Module, size: int) -> ParamCuts:
+        """None: a stage has whole layers."""
+        return {}
 
     def _stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """The layers of an nn.Sequential; of other modules, or with chosen cuts, segments of their forward pass."""
