@@ -89,6 +89,7 @@ class PassThread:
     def __init__(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         self._waiting = waiting
         self._turns = _Turns()
+        self._thread: threading.Thread | None = None
         self._ident: int | None = None
         self._ends: weakref.finalize[..., Any] | None = None
 
@@ -137,10 +138,17 @@ class PassThread:
         thread = threading.Thread(target=self._turns.serve, name="manyhands passes", daemon=True)
         self._ends = weakref.finalize(self, self._turns.end)
         thread.start()
-        self._ident = thread.ident
+        self._thread, self._ident = thread, thread.ident
+
+    def end(self) -> None:
+        """End the thread, from outside, between two passes; another pass would start a new one."""
+        if self._thread is not None:
+            thread = self._thread
+            self._stop()
+            thread.join()
 
     def _stop(self) -> None:
         """End the thread; another pass would start a new one."""
         assert self._ends is not None
         self._ends()
-        self._turns, self._ident, self._ends = _Turns(), None, None
+        self._turns, self._thread, self._ident, self._ends = _Turns(), None, None, None

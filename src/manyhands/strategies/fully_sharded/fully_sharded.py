@@ -78,6 +78,10 @@ class FullySharded(Strategy):
             weight_slice.update(unit.take_gradient(), at, untouched, over=len(w.workers))
         return loss
 
+    def finish(self, w: Worker) -> None:
+        """There are no more passes."""
+        w.wait_in_passes().end()
+
     def answer(self, w: Worker) -> Weights | None:
         """The whole model, on the lead."""
         leads = w.rank == w.lead
