@@ -21,6 +21,25 @@ from manyhands.core.port import Collective, even_spans
 from manyhands.core.vector_ops import UNCHARGED
 
 
+class SpareMemory:
+    """Memory that is used again: to allocate and free it for each unit would cut the heap into pieces."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor) -> Tensor:
+        """As many elements as `like` has, with any content."""
+        for number, memory in enumerate(self._free):
+            if memory.dtype == like.dtype and memory.numel() >= like.numel():
+                return self._free.pop(number)[: like.numel()]
+        self._free = [memory for memory in self._free if memory.dtype != like.dtype]
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    def give(self, memory: Tensor) -> None:
+        """It is not used any more."""
+        self._free.append(memory if memory._base is None else memory._base)
+
+
 class ShardedParameters:
     """One unit: parameters that lie side by side in a flat model, and are gathered together.
 
@@ -30,9 +49,12 @@ class ShardedParameters:
         slots: the parameters.
         ranks: P.
         index: that of this rank.
+        spare: memory for gradients, which units share.
     """
 
-    def __init__(self, number: int, flat: Flat, slots: Sequence[ParamSlot], ranks: int, index: int) -> None:
+    def __init__(
+        self, number: int, flat: Flat, slots: Sequence[ParamSlot], ranks: int, index: int, spare: SpareMemory
+    ) -> None:
         self.number, self.slots = number, slots
         group, start, _ = slots[0].span
         self.span = Span(group, start, slots[-1].span.stop)
@@ -43,9 +65,12 @@ class ShardedParameters:
         self.missing = {slot.name for slot in slots}
         """The parameters whose gradient has not arrived."""
         self.is_gathered = True
-        self._flat = flat
+        self._flat, self._spare = flat, spare
         self._sum: Tensor | None = None
-        self._reduced: Tensor | None = None
+        self.gradient = torch.zeros_like(self.weights)
+        """This rank's span of the sum of all gradients. New memory in each step would cut the heap into pieces."""
+        self.is_reduced = False
+        """Whether the gradients of this step have been added up."""
         self._whole = torch.empty_like(flat.weights(self.span))
         self._views = [self._view(self._whole, slot) for slot in slots]
         self._resize(0)
@@ -61,7 +86,7 @@ class ShardedParameters:
     def begin(self) -> None:
         """Begin a step: no gradient has arrived."""
         self.missing = {slot.name for slot in self.slots}
-        self._reduced = self._sum = None
+        self._sum, self.is_reduced = None, False
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -93,15 +118,13 @@ class ShardedParameters:
         grad = grad.to_dense() if grad.is_sparse else grad
         grad = grad if scale == 1.0 else grad * scale
         self.missing.discard(slot.name)
-        if len(self.slots) == 1:
-            self._sum = grad.reshape(-1)
-        else:
-            self._own_sum().narrow(0, slot.span.start - self.span.start, slot.span.numel).copy_(grad.reshape(-1))
+        UNCHARGED.copy(grad.reshape(slot.shape), self._view(self._own_sum(), slot))
         return not self.missing
 
     def _own_sum(self) -> Tensor:
+        """Memory for the gradients of all slots."""
         if self._sum is None:
-            self._sum = self.weights.new_empty(self.span.numel)
+            self._sum = self._spare.take(self._whole)
         return self._sum
 
     def reduce(self, collective: Collective) -> None:
@@ -110,18 +133,9 @@ class ShardedParameters:
         for slot in self.slots:
             if slot.name in self.missing:
                 UNCHARGED.zero(self._view(total, slot))
-        self._reduced, self._sum = collective.reduce_scatter(total), None
-
-    @property
-    def is_reduced(self) -> bool:
-        """Whether the gradients of this step have been added up."""
-        return self._reduced is not None
-
-    def take_gradient(self) -> Tensor:
-        """This rank's span of the sum, which is not kept here any more."""
-        assert self._reduced is not None
-        gradient, self._reduced = self._reduced, None
-        return gradient
+        UNCHARGED.copy(collective.reduce_scatter(total), self.gradient)
+        self._spare.give(total)
+        self._sum, self.is_reduced = None, True
 
 
 def units(flat: Flat, ranks: int, index: int, size: int) -> list[ShardedParameters]:
@@ -133,7 +147,8 @@ def units(flat: Flat, ranks: int, index: int, size: int) -> list[ShardedParamete
             last.append(slot)
         else:
             found.append([slot])
-    return [ShardedParameters(number, flat, slots, ranks, index) for number, slots in enumerate(found)]
+    spare = SpareMemory()
+    return [ShardedParameters(number, flat, slots, ranks, index, spare) for number, slots in enumerate(found)]
 
 
 def _same_module(one: ParamSlot, other: ParamSlot) -> bool:

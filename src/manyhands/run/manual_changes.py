@@ -64,5 +64,5 @@ class ManualChanges:
 def _sample(group: DtypeGroup) -> Tensor:
     """Some elements of every parameter: the first, the last, and those between at equal distances."""
     spans = [slot.span for slot in group.slots]
-    steps = torch.linspace(0, 1, PER_PARAMETER)
+    steps = torch.linspace(0, 1, PER_PARAMETER, dtype=torch.float64)  # exact beyond 2^24 elements
     return torch.cat([(span.start + steps * max(0, span.numel - 1)).long() for span in spans])

@@ -75,7 +75,7 @@ class FullySharded(Strategy):
         untouched = self.passes.untouched()
         for unit, weight_slice in zip(self.sharded, self.slices, strict=True):
             at = UpdateContext(weight_slice.weights, samples=w.samples, count=len(w.workers))
-            weight_slice.update(unit.take_gradient(), at, untouched, over=len(w.workers))
+            weight_slice.update(unit.gradient, at, untouched, over=len(w.workers))
         return loss
 
     def finish(self, w: Worker) -> None:

@@ -208,12 +208,12 @@ class ShardedPasses:
 
     @torch.no_grad()
     def _scatter(self, unit: ShardedParameters) -> None:
-        """In the rank's own line: add up the gradient of a unit, and release its weights."""
+        """In the rank's own line: release the weights of a unit, and add up its gradient."""
         self._charge(unit)
         self._calls.append(-1 - unit.number)
-        unit.reduce(self._collective)
-        if not self._is_whole:
+        if unit.is_gathered and not self._is_whole:
             unit.release()
+        unit.reduce(self._collective)
 
     def _charge(self, unit: ShardedParameters) -> None:
         """Let the time of a unit's modules pass: of their forward pass, or of their backward pass."""
