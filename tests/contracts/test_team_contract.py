@@ -29,12 +29,13 @@ from manyhands.core.task import Task
 from manyhands.core.team import Team
 from manyhands.core.worker import Worker
 from manyhands.splits import teams
+from manyhands.splits.conv_fc import ConvFc
 from manyhands.splits.layers import stages
 from manyhands.splits.piped import Piped
 from manyhands.splits.sliced import Sliced, layers_of
 from pace import assert_within
 
-KINDS = {kind for kind in vars(teams).values() if inspect.isclass(kind)}
+KINDS = list({kind: None for kind in vars(teams).values() if inspect.isclass(kind)})
 TEAMS = {name: team for kind in KINDS for name, team in sys.modules[kind.__module__].EXAMPLES.items()}
 WIDTHS = [3, 5, 4, 6, 3, 5, 4, 6, 2]
 ROWS, STEPS, LIMIT = 12, 3, 2.0
@@ -237,7 +238,14 @@ def sliced_bytes(team, size, plain=None, is_later=False, passes=1):
     return (size - 1) * numbers * torch.float64.itemsize
 
 
-BYTES_SENT = {Piped: piped_bytes, Sliced: sliced_bytes}
+def conv_fc_bytes(team, size):
+    """Every layer of this model belongs to the second half, which also sends the data and its errors, each once."""
+    neurons = Sliced(size, "neurons")
+    first = 2 * ROWS * WIDTHS[0] * (size - 1) * torch.float64.itemsize
+    return 0 if size == 1 else first + sliced_bytes(neurons, size)
+
+
+BYTES_SENT = {Piped: piped_bytes, Sliced: sliced_bytes, ConvFc: conv_fc_bytes}
 
 
 @on_every_world
