@@ -255,6 +255,21 @@ class Flat:
         self.open()
         self._arrived.update((slot.name, slot) for slot in slots)
 
+    def forget(self, slots: Iterable[ParamSlot]) -> None:
+        """Within a step: these gradients count as if they had not arrived, because they have been applied."""
+        for slot in slots:
+            self._arrived.pop(slot.name, None)
+
+    def arrived(self, slot: ParamSlot) -> Tensor:
+        """One parameter's gradient within a step; zeros if none has arrived."""
+        gradient = self.gradient_of(slot)
+        return gradient if slot.name in self._arrived else torch.zeros_like(gradient)
+
+    def replace(self, slot: ParamSlot, grad: Tensor) -> None:
+        """Within a step: store another gradient in place of what has arrived."""
+        self._arrived[slot.name] = slot
+        self.gradient_of(slot).copy_(grad)
+
     def parameter(self, slot: ParamSlot) -> nn.Parameter:
         return self._parameters[slot.name]
 

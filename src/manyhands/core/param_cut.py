@@ -41,6 +41,10 @@ class ParamCut:
             whole.narrow(self.dim, first, last - first).copy_(piece.narrow(self.dim, start, last - first))
             start += last - first
 
+    def shifted(self, by: int) -> ParamCut:
+        """The same cut among members whose indices are larger by a number."""
+        return ParamCut(self.dim, {index + by: some for index, some in self.ranges.items()})
+
     def width(self, index: int) -> int:
         return sum(stop - start for start, stop in self.ranges[index])
 

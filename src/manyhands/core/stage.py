@@ -83,6 +83,10 @@ class Stage:
         self.live: list[Tensor] = [parameters[slot.name] for slot in self._slots]
         """The current parameters of the stage, in the order of the flat model."""
         self._names = [own[id(p)] for p in self.live]
+        trained = {id(p) for p in self.live}
+        self._copies = [p for p in module.parameters() if p.requires_grad and id(p) not in trained]
+        """Parameters that another rank trains: their gradients are computed too, so that all ranks of a team of slices
+        go back through the same layers."""
         self._layers = layers_apart(module, splits=splits)
         self._share = w.share_of(module)
         self._saved: dict[int, Pass] = {}
@@ -171,7 +175,7 @@ class Stage:
         if one.out is None:
             one.out = self._w.run_pass(partial(self._compute, m, one.buffers, grad=True))
             self._w.charge_passes(len(one.x), self._share.forward)
-        inputs = [*one.weights, one.x] if one.x.requires_grad else one.weights
+        inputs = [*one.weights, *self._copies, *([one.x] if one.x.requires_grad else [])]
         if not (inputs and one.out.requires_grad):  # neither this stage nor a previous one is trained
             return None
         with nullcontext() if one.layers is None else one.layers.propagating():
@@ -180,6 +184,8 @@ class Stage:
         for slot, g in zip(self._slots, grads, strict=False):
             if g is not None:
                 self._w.flat.put(slot, g)
+        for p, g in zip(self._copies, grads[len(one.weights) :], strict=False):
+            p.grad = g if p.grad is None or g is None else p.grad + g
         return grads[-1] if one.x.requires_grad else None
 
     def _key(self, m: int) -> Hashable:

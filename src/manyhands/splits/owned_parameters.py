@@ -35,22 +35,38 @@ class SlicePart(nn.Module):
         layers: those that are divided.
         owners: the index of the owner of every other parameter, by name in the model.
         index: of this member.
+        halves: the parts of the whole that are divided in different ways.
+        all_buffers: whether every member has buffers of its own, because each computes other samples.
     """
 
-    def __init__(self, whole: nn.Module, layers: Sequence[SlicedLayer], owners: Mapping[str, int], index: int) -> None:
+    def __init__(
+        self,
+        whole: nn.Module,
+        layers: Sequence[SlicedLayer],
+        owners: Mapping[str, int],
+        index: int,
+        *,
+        halves: Sequence[nn.Module] = (),
+        all_buffers: bool = False,
+    ) -> None:
         super().__init__()
-        self._unregistered = (whole,)
+        self._unregistered = (whole, *halves)
         self.layers, self.owners, self.index = layers, owners, index
         for number, (name, p) in enumerate(whole.named_parameters()):
             if owners.get(name, index) == index:
                 self.register_parameter(f"p{number}", p)
-        for number, buffer in enumerate(whole.buffers() if index == 0 else ()):
+        for number, buffer in enumerate(whole.buffers() if index == 0 or all_buffers else ()):
             self.register_buffer(f"b{number}", buffer)
 
     @property
     def whole(self) -> nn.Module:
         """What every member runs. It is no module of this one: its other parameters are trained elsewhere."""
         return self._unregistered[0]
+
+    @property
+    def halves(self) -> Sequence[nn.Module]:
+        """The parts of it that are divided in different ways."""
+        return self._unregistered[1:]
 
 
 def owners(model: nn.Module, cuts: ParamCuts, size: int) -> Mapping[str, int]:
@@ -70,16 +86,18 @@ class OwnedParameters:
         w: this rank.
         part: what it trains.
         exchange: connects the members.
+        module: what is meant of the part; None: all.
     """
 
-    def __init__(self, w: Worker, part: SlicePart, exchange: SliceExchange) -> None:
-        named = {name: p for name, p in part.whole.named_parameters() if name in part.owners}
+    def __init__(self, w: Worker, part: SlicePart, exchange: SliceExchange, module: nn.Module | None = None) -> None:
+        inside = {id(p) for p in (module or part.whole).parameters()}
+        named = {n: p for n, p in part.whole.named_parameters() if n in part.owners and id(p) in inside}
         self._exchange, self._index, self._checked = exchange, part.index, False
         names = {id(p): name for name, p in w.model.named_parameters()}
         slots = {slot.name: slot for slot in w.flat.slots}
         self._flat = w.flat
         self._slots = {name: slots.get(names[id(p)]) for name, p in named.items()}
-        self._parameters = named
+        self._parameters, self._owners = named, part.owners
         self._groups = [
             _DtypeShare({name: p for name, p in named.items() if p.dtype == dtype}, part.owners, exchange)
             for dtype in sorted({p.dtype for p in named.values()}, key=str)
@@ -99,6 +117,33 @@ class OwnedParameters:
         for name, p in self._parameters.items():
             if self._slots[name] is None:
                 p.grad = None
+
+    @torch.no_grad()
+    def sum_at_owners(self) -> None:
+        """Add up the gradients of all members, which come from other samples, where their parameter is trained."""
+        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
+        for dtype in sorted({p.dtype for p in trained.values()}, key=str):
+            named = {name: p for name, p in trained.items() if p.dtype == dtype}
+            by_owner = [[n for n in named if self._owners[n] == k] for k in range(self._exchange.size)]
+            empty = next(iter(named.values())).new_empty(0)
+            xs = [torch.cat([empty, *(self._gradient(name).reshape(-1) for name in some)]) for some in by_owner]
+            total = self._exchange.sum_own(xs, "the own samples")
+            start = 0
+            for name in by_owner[self._index]:
+                slot = self._slots[name]
+                assert slot is not None
+                self._flat.replace(slot, total[start : start + slot.span.numel].view(slot.shape))
+                start += slot.span.numel
+        for name, p in trained.items():
+            if self._slots[name] is None:
+                p.grad = None
+
+    def _gradient(self, name: str) -> Tensor:
+        """What this rank has computed; zeros if it has not used the parameter."""
+        slot, p = self._slots[name], self._parameters[name]
+        if slot is not None:
+            return self._flat.arrived(slot)
+        return torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
 
     def _compare(self, loss: float) -> None:
         """A gradient that differs belongs to a parameter that is used on slices: between `column` and `row`, say."""

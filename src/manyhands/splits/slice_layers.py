@@ -61,7 +61,7 @@ class SliceLayers:
 
     def enter(self, one: SlicedLayer, x: Tensor) -> Tensor:
         """What the layer's slice is multiplied with."""
-        if one.takes == "slice" or not x.is_floating_point():
+        if one.takes in ("slice", "partial") or not x.is_floating_point():
             return x
         dim = _dim(one.layer)
         if one.way == "in":

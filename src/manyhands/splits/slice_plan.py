@@ -32,8 +32,9 @@ from manyhands.core.param_cut import ParamCut, Ranges
 from manyhands.core.port import even_spans
 
 Way = Literal["out", "in", "heads", "vocabulary"]
-Takes = Literal["whole", "slice", "own errors"]
-"""What a layer gets: everything; its own slice; everything, but of the error only the own slice is used."""
+Takes = Literal["whole", "slice", "own errors", "partial"]
+"""What a layer gets: everything; its own slice; everything, but of the error only the own slice is used; everything,
+and its errors are summed elsewhere."""
 Joins = Literal["gather", "keep", "sum"]
 SliceKind = Literal["pairs", "neurons", "filters", "channels"]
 WORDS: Mapping[str, tuple[Way, Takes, Joins]] = {
@@ -242,6 +243,13 @@ def _chains(model: nn.Module, prefix: str = "") -> Iterator[list[Named]]:
         inside = [(name, child) for name, child in rest if not _sizes(child)]
     for name, module in inside:
         yield from _chains(module, f"{name}.")
+
+
+def flattened(model: nn.Module) -> list[Named]:
+    """The layers of an nn.Sequential, also of those in it, in the order in which they run."""
+    if not _is_sequential(model):
+        raise Refused(f"the model is a {type(model).__name__}, but must be an nn.Sequential")
+    return list(_flattened(model, ""))
 
 
 def _is_sequential(module: nn.Module) -> bool:

@@ -12,7 +12,6 @@ of teams moves at its own time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -24,9 +23,8 @@ from manyhands.core.port import Transport
 from manyhands.core.strategy import Batch
 from manyhands.core.team import Origin
 from manyhands.core.worker import Worker
-from manyhands.splits.owned_parameters import OwnedParameters, SlicePart, owners
-from manyhands.splits.slice_exchange import SliceExchange
-from manyhands.splits.slice_layers import SliceLayers
+from manyhands.splits.owned_parameters import SlicePart, owners
+from manyhands.splits.slice_passes import SlicePasses
 from manyhands.splits.slice_plan import SlicedLayer, SliceKind, refuse_nothing_cut, slice_plan
 
 NEEDS = "slices need a task with a loss function and real data"
@@ -59,23 +57,18 @@ class Sliced:
     def size(self) -> int:
         return self.ranks
 
-    def layers(self, model: nn.Module, size: int) -> list[SlicedLayer]:
-        """The layers of a whole model that this many ranks divide."""
-        assert not isinstance(self.plan, str)
-        return slice_plan(model, size, self.kind, self.plan) if size > 1 else []
-
     def check(self, size: int, batch_size: int, model: nn.Module) -> None:
         """The model must have a layer that can be cut."""
         if size > 1:
-            refuse_nothing_cut(self.layers(model, size), self.kind, size)
+            refuse_nothing_cut(layers_of(self, model, size), self.kind, size)
 
     def cuts(self, model: nn.Module, size: int) -> ParamCuts:
-        return dict(cut for layer in self.layers(model, size) for cut in layer.cuts())
+        return dict(cut for layer in layers_of(self, model, size) for cut in layer.cuts())
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
         if size == 1:
             return model
-        layers = self.layers(model, size)
+        layers = layers_of(self, model, size)
         cuts = dict(cut for layer in layers for cut in layer.cuts())
         return SlicePart(model, layers, owners(model, cuts, size), index)
 
@@ -85,36 +78,22 @@ class Sliced:
             return
         if w.task.gradient is not None or w.task.sizes_only:
             raise Refused(NEEDS)
-        w.team = self
-        self.attach(w, members)
-
-    def attach(self, w: Worker, members: Transport) -> None:
-        """Connect the slices of this rank's part with those of the others."""
-        part = w.trained
-        assert isinstance(part, SlicePart)
-        self._exchange = SliceExchange(members, w.wait_in_passes())
-        self._layers = SliceLayers(part.layers, self._exchange)
-        self._owned = OwnedParameters(w, part, self._exchange)
-
-    def slices(self) -> AbstractContextManager[None]:
-        """Within it the layers of this rank compute with their slices."""
-        return self._layers
-
-    def share(self) -> None:
-        """Before forward passes: give every member the parameters that are not divided."""
-        self._owned.share()
-
-    def finish(self, loss: float) -> None:
-        """After backward passes: the gradients of copies are not needed; in the first step they must be equal."""
-        self._owned.finish(loss)
+        assert isinstance(w.trained, SlicePart)
+        w.team, self._passes = self, SlicePasses(w, members, w.trained)
 
     def gradient(self, w: Worker, batch: Batch, origin: Origin) -> float:
         """Both passes of the whole model; the loss is the same on every member."""
-        self.share()
-        with self.slices():
+        self._passes.share()
+        with self._passes.layers:
             loss = w.own_gradient(batch, origin=origin)
-        self.finish(loss)
+        self._passes.finish(loss)
         return loss
+
+
+def layers_of(team: Sliced, model: nn.Module, size: int) -> list[SlicedLayer]:
+    """The layers of a whole model that this many ranks divide."""
+    assert not isinstance(team.plan, str)
+    return slice_plan(model, size, team.kind, team.plan) if size > 1 else []
 
 
 def _read(text: str) -> Mapping[str, str]:
