@@ -40,6 +40,7 @@ import manyhands as mh
 from manyhands.core.strategy import Strategy
 from manyhands.report.progress import Progress
 from manyhands.rules import Adam
+from manyhands.run.methods import over_team
 
 PAIRS = 3
 
@@ -80,7 +81,7 @@ def same_batches(shape: tuple[int, ...], rows: int, classes: int) -> Iterator[tu
 def tensor_ours(width: str, rows: str, commands: Commands) -> None:
     """Our side."""
     data = same_batches((int(width),), int(rows), int(width))
-    strategy = mh.tensor_parallel(lr=LEARNING_RATE)
+    strategy = over_team(mh.bsp(lr=LEARNING_RATE), mh.sliced())
     own_loop("shm", strategy, pairs(int(width)), functional.cross_entropy, data, commands)
 
 
@@ -188,8 +189,8 @@ def memory() -> dict[str, Any]:
 
 IMAGE, CLASSES, SAMPLES, MBIT = (3, 32, 32), 10, 32, 1000
 DIVIDED: dict[str, Callable[..., Strategy]] = {
-    "bsp": lambda **knobs: mh.bsp(**knobs),
-    "one-weird-trick": lambda **knobs: mh.one_weird_trick(**knobs),
+    "bsp": mh.bsp,
+    "one-weird-trick": lambda **knobs: over_team(mh.bsp(**knobs), mh.conv_fc()),
 }
 
 
@@ -204,24 +205,31 @@ def alexnet_like() -> nn.Sequential:
     )
 
 
-def images(rank: int) -> TensorDataset:
-    """The samples of a rank."""
-    numbers = torch.Generator().manual_seed(1000 * SEED + rank)
-    x = torch.randn(BATCHES * SAMPLES, *IMAGE, generator=numbers)
+def images() -> TensorDataset:
+    """The samples of all ranks."""
+    numbers = torch.Generator().manual_seed(SEED)
+    x = torch.randn(BATCHES * RANKS * SAMPLES, *IMAGE, generator=numbers)
     return TensorDataset(x, torch.randint(CLASSES, (len(x),), generator=numbers))
+
+
+def of_rank(name: str, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Mini-batches without end: a part of each with bsp; a team gets the whole, and divides it for the convolutions."""
+    wholes = zip(*(field.split(RANKS * SAMPLES) for field in images().tensors), strict=True)
+    if name == "bsp":
+        return itertools.cycle([(x.split(SAMPLES)[rank], y.split(SAMPLES)[rank]) for x, y in wholes])
+    return itertools.cycle(list(wholes))
 
 
 def divided(name: str, commands: Commands) -> None:
     """A method between two hosts."""
-    x, y = images(int(os.environ["RANK"])).tensors
-    data = itertools.cycle(list(zip(x.split(SAMPLES), y.split(SAMPLES), strict=True)))
-    strategy = DIVIDED[name](lr=LEARNING_RATE)
+    data, strategy = of_rank(name, int(os.environ["RANK"])), DIVIDED[name](lr=LEARNING_RATE)
     own_loop("tcp", strategy, alexnet_like(), functional.cross_entropy, data, commands)
 
 
 def bytes_of(name: str, steps: int = 2) -> float:
     """Bytes of a step of all ranks: of a run in virtual time, beyond those of a shorter one."""
-    task = mh.Task(alexnet_like, images(0), functional.cross_entropy, batch_size=SAMPLES)
+    samples = SAMPLES if name == "bsp" else RANKS * SAMPLES
+    task = mh.Task(alexnet_like, images(), functional.cross_entropy, batch_size=samples)
     runs = [
         mh.train(task, DIVIDED[name](lr=LEARNING_RATE), cluster=mh.Cluster(RANKS), steps=count).bytes_sent
         for count in (1, 1 + steps)

@@ -108,7 +108,7 @@ def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def _load(tensors: Sequence[Tensor], message: Message) -> None:
     for own, x in zip(tensors, message.tensors, strict=True):
-        own.copy_(x)
+        _put(x, own)
     message.release()
 
 
@@ -116,7 +116,15 @@ def _load(tensors: Sequence[Tensor], message: Message) -> None:
 def _load_named(model: nn.Module, answer: Weights) -> None:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, x in answer.items():
-        state[name].copy_(x)
+        _put(x, state[name])
+
+
+def _put(x: Tensor, own: Tensor) -> None:
+    """Copy a whole parameter or buffer into one of which this rank may have had a slice only."""
+    if own.shape == x.shape:
+        own.copy_(x)
+    else:
+        own.data = x.clone()
 
 
 def release_model(model: nn.Module) -> None:
