@@ -70,8 +70,8 @@ def fully_sharded(lr: float = 0.3, rule: Rule | None = None, keep: bool = False,
         at the end of a step:                        w_lk <- w_lk - (eta / P) g_lk
 
     The result is that of bsp, and a worker stores 1/P of the weights, gradients and optimizer state, and the weights of
-    one module. It sends 3 m (P - 1) / P numbers in a step, bsp 2 m (P - 1) / P; with `keep` both send the same. Any
-    model; every worker must run the same modules in the same order. A lost worker ends the run.
+    one module. It sends up to 3 m (P - 1) / P numbers in a step, bsp 2 m (P - 1) / P; with `keep` both send the same.
+    Any model, tied weights too; every worker must run the same modules in the same order. A lost worker ends the run.
 
     Where we differ: the last weights of the forward pass are not gathered again; the next ones are not gathered ahead.
 
