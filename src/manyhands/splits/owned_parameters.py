@@ -90,7 +90,7 @@ class OwnedParameters:
     """
 
     def __init__(self, w: Worker, part: SlicePart, exchange: SliceExchange, module: nn.Module | None = None) -> None:
-        inside = {id(p) for p in (module or part.whole).parameters()}
+        inside = {id(p) for p in (part.whole if module is None else module).parameters()}
         named = {n: p for n, p in part.whole.named_parameters() if n in part.owners and id(p) in inside}
         self._exchange, self._index, self._checked = exchange, part.index, False
         names = {id(p): name for name, p in w.model.named_parameters()}
