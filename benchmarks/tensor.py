@@ -40,7 +40,6 @@ import manyhands as mh
 from manyhands.core.strategy import Strategy
 from manyhands.report.progress import Progress
 from manyhands.rules import Adam
-from manyhands.run.methods import over_team
 
 PAIRS = 3
 
@@ -81,7 +80,7 @@ def same_batches(shape: tuple[int, ...], rows: int, classes: int) -> Iterator[tu
 def tensor_ours(width: str, rows: str, commands: Commands) -> None:
     """Our side."""
     data = same_batches((int(width),), int(rows), int(width))
-    strategy = over_team(mh.bsp(lr=LEARNING_RATE), mh.sliced())
+    strategy = mh.tensor_parallel(lr=LEARNING_RATE)
     own_loop("shm", strategy, pairs(int(width)), functional.cross_entropy, data, commands)
 
 
@@ -190,7 +189,7 @@ def memory() -> dict[str, Any]:
 IMAGE, CLASSES, SAMPLES, MBIT = (3, 32, 32), 10, 32, 1000
 DIVIDED: dict[str, Callable[..., Strategy]] = {
     "bsp": mh.bsp,
-    "one-weird-trick": lambda **knobs: over_team(mh.bsp(**knobs), mh.conv_fc()),
+    "one-weird-trick": mh.one_weird_trick,
 }
 
 

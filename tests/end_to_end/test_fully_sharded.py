@@ -184,6 +184,15 @@ def test_other_numbers_of_workers_resume(tmp_path, workers):
     assert resumed.steps == 4 and all(bool(x.isfinite().all()) for x in resumed.weights.values())
 
 
+@pytest.mark.parametrize("first", [mh.bsp, partial(mh.fully_sharded, unit=1)])
+def test_bsp_and_fully_sharded_continue_from_each_other(tmp_path, first):
+    second = mh.bsp if first is not mh.bsp else partial(mh.fully_sharded, unit=1)
+    whole = train(made("noisy"), mh.bsp(rule=Adam(0.01)), 3, steps=4, out=tmp_path / "a", checkpoint_every=2)
+    train(made("noisy"), first(rule=Adam(0.01)), 3, steps=2, out=tmp_path / "b", checkpoint_every=2)
+    resumed = train(made("noisy"), second(rule=Adam(0.01)), 3, steps=4, resume=tmp_path / "b")
+    assert difference(whole, resumed) < 1e-12
+
+
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
     whole = train(
         made("noisy"), mh.fully_sharded(rule=Adam(0.01), unit=1), 3, steps=4, out=tmp_path / "a", checkpoint_every=2

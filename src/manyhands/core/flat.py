@@ -22,7 +22,6 @@ memory, a model that is flat already, frozen parameters that become trainable.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -360,22 +359,6 @@ class Flat:
             group.weights = memory
             self._point(group)
         self._views.clear()
-
-    @torch.no_grad()
-    def let_go(self) -> None:
-        """Free the memory of weights and gradients, and keep their sizes: all are views of one zero."""
-        self.let_go_of_gradients()
-        self.let_go_of_weights(0.0)
-
-    def let_go_of_gradients(self) -> None:
-        """Free the memory of the gradients: they are views of one zero."""
-        if not self.is_meta:
-            self.collect_in([group.weights.new_zeros(1).expand(group.outgoing.numel()) for group in self.groups])
-
-    def let_go_of_weights(self, value: float = math.nan) -> None:
-        """Free the memory of the weights: they are views of one number, NaN where reading them is a mistake."""
-        if not self.is_meta:
-            self.move_to([group.weights.new_full((1,), value).expand(group.weights.numel()) for group in self.groups])
 
     def collect_in(self, outgoing: Sequence[Tensor]) -> None:
         """Use other memory for gradients and touch counts, one tensor per dtype group."""

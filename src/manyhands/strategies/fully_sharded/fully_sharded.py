@@ -22,6 +22,7 @@ from manyhands.core.rule import Rule, UpdateContext
 from manyhands.core.strategy import Batch, Strategy, Traits, Weights
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
+from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.fully_sharded.passes import ShardedPasses
 
 
@@ -41,6 +42,11 @@ class FullySharded(Strategy):
 
     def __post_init__(self) -> None:
         refuse_unless(self.unit >= 1, "unit", self.unit, ">= 1")
+
+    @property
+    def kind(self) -> str:
+        """That of bsp: each continues from a checkpoint of the other."""
+        return AllReduce.__name__
 
     @property
     def traits(self) -> Traits:

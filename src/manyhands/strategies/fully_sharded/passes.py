@@ -28,6 +28,7 @@ from manyhands.collectives import collective
 from manyhands.collectives.sharded_parameters import ShardedParameters, units
 from manyhands.core.errors import ManyhandsError, Refused, unknown
 from manyhands.core.flat import ParamSlot
+from manyhands.core.released import release_gradients, release_weights
 from manyhands.core.strategy import Batch
 from manyhands.core.work import owner
 from manyhands.core.worker import Worker
@@ -58,7 +59,7 @@ class ShardedPasses:
         self._is_whole = True
         self._charged = 0.0
         w.flat.receive = self._receive
-        w.flat.let_go_of_gradients()
+        release_gradients(w.flat)
 
     def gradient(self, batch: Batch) -> float:
         """Compute the loss of a mini-batch, which is returned; every unit gets its gradient."""
@@ -235,7 +236,7 @@ class ShardedPasses:
             if not unit.is_reduced:
                 self._scatter(unit)
         if self._is_whole:
-            self._w.flat.let_go_of_weights()
+            release_weights(self._w.flat)
         for unit in self.units:
             if unit.is_gathered:
                 unit.release()
