@@ -187,6 +187,17 @@ def test_outside_of_a_pass_the_call_is_made_at_once():
     assert asks.run(lambda: asks.ask(threading.current_thread)) is threading.current_thread()
 
 
+def test_the_thread_can_be_ended_between_two_passes():
+    asks = PassThread(nullcontext)
+    asks.end()
+    first = asks.run(threading.current_thread)
+    asks.end()
+    assert not first.is_alive()
+    assert asks.run(threading.current_thread) is not first, "another pass starts another one"
+    asks.end()
+    assert not threads()
+
+
 def killed_while_it_waits(transport):
     if transport.rank == 0:
         asks = PassThread(protected)
