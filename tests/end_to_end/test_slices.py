@@ -248,24 +248,19 @@ def _biased(model):
 @pytest.mark.parametrize("make", [partial(mh.ssp, lr=0.05), partial(mh.ad_psgd, lr=0.05)], ids=["ssp", "ad-psgd"])
 def test_copies_are_equal_under_methods_that_are_not_in_lock_step(make):
     """18: what every slice has belongs to one member, which sends it out before each pass."""
-    seen = []
+    seen = {}
 
     class Watched(Sliced):
         def gradient(self, w, batch, origin):
             loss = super().gradient(w, batch, origin)
-            shared = [p for name, p in w.model.named_parameters() if name.endswith(("norm.weight", "norm.bias"))]
-            seen.append(
-                (w.replica, w.transport.roles, torch.cat([p.detach().reshape(-1) for p in shared]).tolist(), origin)
-            )
+            shared = [p for name, p in w.model.named_parameters() if "norm" in name or name.endswith("o.bias")]
+            seen.setdefault(origin, []).append(torch.cat([p.detach().reshape(-1) for p in shared]))
             return loss
 
-    cluster = mh.Cluster(workers=4, jitter=0.5, hosts=None)
+    cluster = mh.Cluster(workers=4, jitter=0.5)
     mh.train(task(words), make(), team=Watched(2), cluster=cluster, steps=40)
-    by_pass = {}
-    for _, _, values, origin in seen:
-        by_pass.setdefault((origin[0] // 2, origin[1]), []).append(values)
-    assert len(by_pass) >= 40
-    assert all(len(values) == 2 and values[0] == values[1] for values in by_pass.values())
+    assert len(seen) >= 2 * 40 - 2
+    assert all(torch.equal(*copies) for copies in seen.values())
 
 
 def test_dropout_differs_between_slices_and_agrees_elsewhere():
@@ -315,15 +310,11 @@ def difference(one, other):
 
 
 @pytest.mark.parametrize("axes", list(product((1, 2), repeat=3)), ids=str)
-@pytest.mark.parametrize("real", [False, True], ids=["virtual", "real"])
-def test_every_mesh_equals_one_process(axes, real):
+def test_every_mesh_equals_one_process(axes):
     data, pipeline, tensor = axes
     ranks = data * pipeline * tensor
-    if real and ranks > 4:
-        ranks, data = 4, 1
     strategy = mh.mesh(pipeline, tensor, micro_batches=2, lr=0.3)
-    where = {"workers": ranks} if real else {"cluster": mh.Cluster(workers=ranks)}
-    found = mh.train(plain_task(), strategy, steps=5, **where)
+    found = mh.train(plain_task(), strategy, steps=5, cluster=mh.Cluster(workers=ranks))
     one = mh.train(plain_task(), mh.bsp(lr=0.3), cluster=mh.Cluster(workers=data), steps=5)
     assert difference(found, one) <= 1e-12
 
@@ -381,7 +372,7 @@ def test_digits_are_learned_over_teams_of_slices(name):
     make, on, kind = TRAINED[name]
     team = Sliced(2, "neurons") if kind == "neurons" else Piped(2, 2, of=Sliced(2))
     result = mh.train("digits", make(), team=team, cluster=mh.Cluster(workers=2 * team.size, **on), steps=150)
-    assert result.accuracy > 0.8
+    assert result.test_accuracy > 0.8
 
 
 def test_a_team_is_chosen_by_its_text():
