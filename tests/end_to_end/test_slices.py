@@ -252,10 +252,12 @@ def test_copies_are_equal_under_methods_that_are_not_in_lock_step(make):
 
     class Watched(Sliced):
         def gradient(self, w, batch, origin):
-            loss = super().gradient(w, batch, origin)
-            shared = [p for name, p in w.model.named_parameters() if "norm" in name or name.endswith("o.bias")]
-            seen.setdefault(origin, []).append(torch.cat([p.detach().reshape(-1) for p in shared]))
-            return loss
+            shared = [p for name, p in w.model.named_parameters() if "norm" in name]
+            with w.model.register_forward_hook(lambda *_: seen.setdefault(origin, []).append(flat(shared))):
+                return super().gradient(w, batch, origin)
+
+    def flat(parameters):
+        return torch.cat([p.detach().reshape(-1) for p in parameters])
 
     cluster = mh.Cluster(workers=4, jitter=0.5)
     mh.train(task(words), make(), team=Watched(2), cluster=cluster, steps=40)
