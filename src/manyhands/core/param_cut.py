@@ -9,10 +9,12 @@ and checkpoints have whole parameters, so that they do not depend on how many ra
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,13 +92,18 @@ def keep_slices(model: nn.Module, cuts: ParamCuts, index: int) -> None:
             p.data = cuts[name].take(p.data, index)
 
 
-def sliced_copies(model: nn.Module, cuts: ParamCuts, index: int) -> dict[int, object]:
-    """For `copy.deepcopy`: what it uses as copies of the parameters that a member has a slice of."""
-    return {
+def sliced_copy(model: nn.Module, part: nn.Module, cuts: ParamCuts, index: int) -> tuple[nn.Module, nn.Module]:
+    """Copies of a model and of what a member trains of it, with its slices; what is cut is never copied whole."""
+    copies: dict[int, Any] = {
         id(p): nn.Parameter(cuts[name].take(p.detach(), index), p.requires_grad)
         for name, p in model.named_parameters()
         if name in cuts and index in cuts[name].ranges
     }
+    copied = copy.deepcopy(model, copies)
+    trained = nn.Module()
+    for number, p in enumerate(part.parameters()):
+        trained.register_parameter(f"p{number}", copies[id(p)])
+    return copied, trained
 
 
 def sliced_work(work: ModelWork, model: nn.Module, cuts: ParamCuts, index: int) -> ModelWork:

@@ -165,6 +165,7 @@ class ConvFc:
     @torch.no_grad()
     def _move_back(self, w: Worker, rate: float) -> None:
         """Move the back by the gradient of a sub-step, and forget that gradient."""
+        self._owned_back.restore()
         for slot in self._back_slots:
             w.flat.parameter(slot).add_(w.flat.gradient_of(slot), alpha=-rate)
         w.flat.forget(self._back_slots)

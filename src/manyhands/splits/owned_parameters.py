@@ -114,6 +114,15 @@ class OwnedParameters:
         if not self._checked:
             self._checked = True
             self._compare(loss)
+        self._end()
+
+    def restore(self) -> None:
+        """The parameters of this rank are those that it trains, and not what it has sent."""
+        for group in self._groups:
+            group.restore()
+
+    def _end(self) -> None:
+        self.restore()
         for name, p in self._parameters.items():
             if self._slots[name] is None:
                 p.grad = None
@@ -134,9 +143,7 @@ class OwnedParameters:
                 assert slot is not None
                 self._flat.replace(slot, total[start : start + slot.span.numel].view(slot.shape))
                 start += slot.span.numel
-        for name, p in trained.items():
-            if self._slots[name] is None:
-                p.grad = None
+        self._end()
 
     def _gradient(self, name: str) -> Tensor:
         """What this rank has computed; zeros if it has not used the parameter."""
@@ -190,14 +197,20 @@ class _DtypeShare:
         self._views = [
             (p, view.view(p.shape))
             for some, span in zip(by_owner, self._spans, strict=True)
-            if some is not by_owner[exchange.index]
             for p, view in zip(some, torch.split(span, [p.numel() for p in some]), strict=True)
         ]
+        self._trained: list[Tensor] = []
 
     def share(self) -> None:
+        """All compute with the same numbers, also the owner, whose weights other activities may move in a pass."""
         own = self._spans[self._exchange.index]
         if self._own:
             torch.cat([p.detach().reshape(-1) for p in self._own], out=own)
         self._exchange.share(own, self._spans, "what is not divided")
+        self._trained = [p.data for p in self._own]
         for p, view in self._views:
             p.data = view
+
+    def restore(self) -> None:
+        for p, trained in zip(self._own, self._trained, strict=True):
+            p.data = trained

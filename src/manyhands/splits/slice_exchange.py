@@ -152,7 +152,7 @@ class SliceExchange:
         mine = x.movedim(dim, 0).contiguous()
         whole = mine.new_empty(sum(widths), *mine.shape[1:])
         self._to_all([mine.view(-1)] * self.size, [piece.view(-1) for piece in torch.split(whole, list(widths))])
-        return whole.movedim(0, dim)
+        return whole.movedim(0, dim).contiguous()
 
     def _sum_of_own(self, dim: int, widths: Widths, x: Tensor) -> Tensor:
         """The sum over all members of the own slice, in the order of the members."""
@@ -161,7 +161,7 @@ class SliceExchange:
         found = own.new_empty(self.size, own.numel())
         self._to_all(pieces, list(found.unbind()))
         others = x.movedim(dim, 0).shape[1:]
-        return _added(found).view(widths[self.index], *others).movedim(0, dim)
+        return _added(found).view(widths[self.index], *others).movedim(0, dim).contiguous()
 
     def _padded_sum(self, dim: int, widths: Widths, x: Tensor) -> Tensor:
         padded = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -30,7 +30,7 @@ from manyhands.core.budget import Budget, JoinableBudget, TeamBudget
 from manyhands.core.declared_state import StateParts
 from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused, refuse_unless
 from manyhands.core.gather import Gathered, gather, need_all
-from manyhands.core.param_cut import ParamCuts, keep_slices, sliced_copies, sliced_work
+from manyhands.core.param_cut import ParamCuts, keep_slices, sliced_copy, sliced_work
 from manyhands.core.param_groups import rule_of
 from manyhands.core.port import ANY, Message, Tag
 from manyhands.core.rule import Rule
@@ -174,8 +174,9 @@ class Grid(Strategy):
         self.cuts = self.team.cuts(w.model, w.team_size)
         column = [*w.worker_ranks[index :: w.team_size], *w.servers]
         model, is_server = w.model, w.rank in w.servers
+        part = self.team.part(model, index, w.team_size)
         if is_server and self.cuts:
-            model = copy.deepcopy(model, sliced_copies(model, self.cuts, index))
+            model, part = sliced_copy(model, part, self.cuts, index)
         me = Worker(
             Subgroup(w.transport, column, f"part{index}"),
             w.task,
@@ -187,7 +188,7 @@ class Grid(Strategy):
             rule=self.rule,
         )
         me.step = w.step
-        me.trained = self.team.part(model, index, w.team_size)
+        me.trained = part
         if self.cuts and not is_server:
             if me.work is not None:
                 me.work = sliced_work(me.work, model, self.cuts, index)
