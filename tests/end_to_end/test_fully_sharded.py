@@ -308,6 +308,15 @@ def test_bytes_of_a_step(keep, gathers):
     assert step == pytest.approx(expected, rel=0.05)
 
 
+def test_a_model_of_sizes_only_takes_the_time_of_bsp_if_links_are_fast():
+    """VGG-16: half of the weights and gradients, and the memory for the gradients of its largest layer."""
+    settings = {"cluster": mh.Cluster(workers=2, bandwidth="1000Gbit", latency="0us"), "steps": 2}
+    bsp, sharded = (mh.train("vgg16", make(), **settings) for make in (mh.bsp, mh.fully_sharded))
+    m, largest = 4 * 138_357_544, 4 * 4096 * (25_088 + 1)
+    assert held(sharded) == pytest.approx(2 * m / 2 + largest, rel=1e-4) and held(bsp) == pytest.approx(2 * m, rel=1e-4)
+    assert sharded.seconds == pytest.approx(bsp.seconds, rel=0.01)
+
+
 # -- refusals and losses ---------------------------------------------------------------------------
 
 

@@ -80,8 +80,7 @@ class ShardedParameters:
         return whole[start : start + slot.span.numel].view(slot.shape)
 
     def _resize(self, numel: int) -> None:
-        if UNCHARGED.computes(self._whole):
-            self._whole.untyped_storage().resize_(numel * self._whole.element_size())
+        self._whole.untyped_storage().resize_(numel * self._whole.element_size())
 
     def begin(self) -> None:
         """Begin a step: no gradient has arrived."""

@@ -91,6 +91,7 @@ class ShardedPasses:
             with reads:
                 loss = self._w.task.loss_of(self._w.model, batch)
             value = self._w.checked(loss)
+            self._backward = True
             loss.backward()  # type: ignore[no-untyped-call]
         self._find_users(reads)
         return value
@@ -192,7 +193,8 @@ class ShardedPasses:
         for unit in absent:
             self._calls.append(unit.number)
             unit.gather(self._collective)
-            self._charge(unit)
+            if not self._backward:
+                self._charge(unit)
 
     def _receive(self, slot: ParamSlot, p: Tensor) -> None:
         """Autograd has accumulated the gradient of a parameter."""
