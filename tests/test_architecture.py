@@ -23,6 +23,7 @@ METHODS = {"core", *PARTS, *TALK, "strategies"}
 MAY_IMPORT = {
     "core": set(),
     **{part: {"core"} for part in PARTS},
+    "splits": {"core", "collectives"},
     **{part: {"core", "codecs", "rules", "consistency"} for part in TALK},
     "virtual": {"core"},
     "tasks": {"core"},

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from manyhands.run.result import Result
     from manyhands.run.train import train
     from manyhands.runtime.checkpoint import load_checkpoint
-    from manyhands.splits.teams import piped
+    from manyhands.splits.teams import conv_fc, piped, sliced
     from manyhands.virtual.cluster import Cluster
     from manyhands.virtual.faults import CutLink, Die, Slow, SlowLink, Stop
     from manyhands.virtual.world import on_ranks
@@ -37,7 +37,7 @@ _HOMES = {
     "manyhands.rules": ["rules"],
     "manyhands.runtime.checkpoint": ["load_checkpoint"],
     "manyhands.splits": ["splits"],
-    "manyhands.splits.teams": ["piped"],
+    "manyhands.splits.teams": ["conv_fc", "piped", "sliced"],
     "manyhands.virtual.cluster": ["Cluster"],
     "manyhands.virtual.faults": ["CutLink", "Die", "Slow", "SlowLink", "Stop"],
     "manyhands.virtual.world": ["on_ranks"],
@@ -64,11 +64,13 @@ __all__ = [
     "Task",
     "codecs",
     "compare",
+    "conv_fc",
     "join",
     "load_checkpoint",
     "on_ranks",
     "piped",
     "rules",
+    "sliced",
     "splits",
     "train",
 ]

@@ -31,6 +31,9 @@ def test_one_object(capsys):
         "storage": 128 * 4 * 2 * 96 * 55 * 55,
         "depth": None,
         "parallelism": None,
+        "weight_bytes": 0,
+        "input_bytes": 4 * 96 * 55 * 55,
+        "output_bytes": 4 * 96 * 55 * 55,
     }
     assert set(found["kinds"]) == {"convolution", "fully connected"}
 
@@ -44,11 +47,39 @@ def test_what_is_estimated_or_given_is_said(capsys):
     assert "A sample takes 384 operations in training, as the task says" in capsys.readouterr().out
 
 
+def test_what_each_layer_sends(capsys):
+    assert main(["cost", "alexnet", "--split", "--workers", "8", "--batch-size", "128"]) == 0
+    out = capsys.readouterr().out
+    assert "8 workers sends in a step, in which each has b = 128 samples, 1024 together" in out
+    assert "Divided by samples alone, it sends 427 MB; the cheapest plan sends 119 MB, 27.9 % of that" in out
+    assert "As 8 stages of a pipeline, which begin at the first layer and 4 and 8" in out
+
+
+def test_what_each_layer_sends_as_one_object(capsys):
+    assert main(["cost", "vgg16", "--split", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["task"], found["ranks"], found["batch_size"]) == ("vgg16", 2, 32)
+    assert found["layers"][13] == {
+        "name": "32",
+        "kind": "fully connected",
+        "data": 4 * 102_764_544,
+        "gathered": 4 * 64 * 4096,
+        "summed": 4 * 2 * 64 * 4096,
+        "examples": 4 * 64 * 25088,
+        "data_wins_from": 12_545,
+        "way": "out",
+        "join": "gathered",
+    }
+    assert found["cheapest"] < 0.2 * found["data"] and len(found["stages"]["first"]) == 1
+
+
 def test_refusals(capsys):
     for words, message in (
         (["cost", "mnist"], "the task mnist needs --data DIR"),
         (["cost", "vgg"], "there is no task 'vgg': did you mean vgg16?"),
         (["cost", "digits", "--batch-size", "0"], "batch_size is 0, but must be >= 1"),
+        (["cost", "digits", "--workers", "3"], "workers is 3, but must be left out without --split"),
+        (["cost", "digits", "--split", "--workers", "1"], "workers is 1, but must be >= 2"),
         (["cost"], "TASK"),
     ):
         assert main(words) == 2

@@ -7,7 +7,9 @@ from torch import nn
 import manyhands as mh
 from manyhands.core.broadcast import broadcast_answer, broadcast_model
 from manyhands.core.fields import OwnTask
+from manyhands.core.flat import BUCKET_BYTES
 from manyhands.core.port import Tag
+from manyhands.core.subgroup import Subgroup
 from manyhands.core.worker import Worker
 from manyhands.virtual.world import simulate
 
@@ -43,6 +45,37 @@ def test_all_ranks_begin_with_the_model_of_the_lead_servers_too():
 
     cluster = mh.Cluster(workers=3, servers=1, faults=[mh.Die(0, at=1.0)])
     assert simulate(cluster, run).results[1:] == [[1.0, 1.0, 1.0]] * 3
+
+
+def test_a_large_model_is_sent_in_pieces():
+    """No message is larger than a bucket, or than the one tensor that it has: a receiver keeps as much memory."""
+    sizes = []
+
+    class Noted(Subgroup):
+        def send(self, to, tag, meta=(), tensors=(), *, latest=False):
+            sizes.append([x.nbytes for x in tensors])
+            super().send(to, tag, meta, tensors, latest=latest)
+
+    def run(transport):
+        torch.manual_seed(transport.rank)
+        model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(5)), nn.Linear(600, 2000))
+        transport = Noted(transport, range(2), "all")
+        broadcast_model(Worker(transport, OwnTask(model, None), model, seed=0, steps=0, batch_size=1))
+        return [p.detach() for p in model.parameters()]
+
+    mine, theirs = simulate(mh.Cluster(2), run).results
+    assert all(map(torch.equal, mine, theirs)) and len(mine) == sum(map(len, sizes)) and len(sizes) > 2
+    assert all(sum(piece) <= BUCKET_BYTES or len(piece) == 1 for piece in sizes)
+
+
+def test_a_slice_becomes_the_whole_parameter():
+    def run(transport):
+        w = worker(transport)
+        w.model.weight.data = w.model.weight.data[:, :1].clone()
+        broadcast_answer(w, 0, ANSWER if transport.rank == 0 else None)
+        return numbers(w)
+
+    assert simulate(mh.Cluster(2), run).results == [[7.0, 7.0, 8.0]] * 2
 
 
 def test_a_lead_that_is_lost_before_the_beginning_is_named():

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.core.flat import Flat, Span
+from manyhands.core.released import release
 
 
 @pytest.fixture(autouse=True)
@@ -493,7 +494,7 @@ def test_memory_that_is_let_go_leaves_its_sizes():
     model = mlp()
     flat = flat_of(model)
     slots, sizes = list(flat.slots), {name: p.shape for name, p in model.named_parameters()}
-    flat.let_go()
+    release(flat)
     weight_slice = [flat.groups[0].weights, flat.groups[0].outgoing, *(p.data for p in model.parameters())]
     assert all(x.untyped_storage().nbytes() == x.element_size() for x in weight_slice)
     assert flat.slots == slots and flat.numel == sum(size.numel() for size in sizes.values())

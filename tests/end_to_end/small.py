@@ -1,6 +1,7 @@
 """The ways to train, and a task so small that a run takes milliseconds."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -14,6 +15,7 @@ from manyhands.strategies.growing_batch import GrowingBatch
 
 METHODS = {
     "bsp": mh.bsp,
+    "fully_sharded": partial(mh.fully_sharded, unit=1),
     "bsp_server": mh.bsp_server,
     "hierarchical_server": mh.hierarchical_server,
     "hybrid": mh.hybrid,

@@ -11,9 +11,11 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 import manyhands as mh
 from manyhands import rules
+from manyhands.core.flat import DtypeGroup, ParamSlot, Span
 from manyhands.core.port import Tag
 from manyhands.core.strategy import Strategy, Traits
 from manyhands.run.join import Hands
+from manyhands.run.manual_changes import _sample
 from manyhands.virtual.budget import VirtualSharedBudget
 from manyhands.virtual.world import simulate
 
@@ -862,3 +864,14 @@ def test_the_given_strategy_is_not_touched():
     Joined(strategy, looped())
     assert strategy == before
     assert vars(strategy).keys() == vars(before).keys()
+
+
+def test_the_elements_that_are_compared_are_inside_a_large_model():
+    """Beyond 2^24 not every number of an element is a number of single precision."""
+    slot = ParamSlot("w", Span(0, 2**24 - 3, 2**24 + 5), torch.Size([8]), 0)
+    assert _sample(DtypeGroup(torch.empty(0), torch.empty(0), [slot])).tolist() == [
+        2**24 - 3,
+        2**24 - 1,
+        2**24 + 1,
+        2**24 + 4,
+    ]

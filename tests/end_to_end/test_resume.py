@@ -19,7 +19,10 @@ from manyhands.runtime.checkpoint import load_checkpoint
 
 from .small import METHODS, SERVED, steps_of, task
 
-EXACT = ["bsp", "bsp_server", "hierarchical_server", "hybrid", "bmuf", "adaptive_batch", "easgd", "d_psgd", "gpipe"]
+EXACT = [
+    *["bsp", "fully_sharded", "bsp_server", "hierarchical_server", "hybrid"],
+    *["bmuf", "adaptive_batch", "easgd", "d_psgd", "gpipe"],
+]
 LOOSE = [name for name in METHODS if name not in EXACT]
 RULES = {
     "sgd": lambda: Sgd(0.02),

@@ -127,3 +127,31 @@ def test_where_stages_take_equal_time_is_measured_and_known_to_all_ranks(name, q
 def test_the_servers_of_teams_know_it_too(quickly):
     result = mh.train(words(), mh.ssp(), team=mh.piped(2, balance="time"), workers=4, servers=1, steps=4)
     assert measured(result)[1] == {0, 1, 2, 3}
+
+
+SLICED = {
+    "pairs": mh.sliced(2),
+    "neurons": mh.sliced(2, "neurons"),
+    "stages of slices": mh.piped(2, micro_batches=2, of=mh.sliced(2)),
+}
+
+
+@pytest.mark.parametrize("link", ["shm", "tcp"])
+@pytest.mark.parametrize("name", SLICED)
+def test_slices_have_the_bits_of_virtual_time(name, link, quickly):
+    team, hosts = SLICED[name], 1 if link == "shm" else None
+    virtual = mh.train(small(), mh.bsp(), team=team, cluster=mh.Cluster(workers=4, hosts=hosts), steps=5)
+    real = mh.train(small(), mh.bsp(), team=team, workers=4, link=link, steps=5)
+    assert real.weights_sha256 == virtual.weights_sha256
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_downpour_over_neurons_loses_a_slice_and_finishes(rank, tmp_path, quickly):
+    """DistBelief: two replicas whose layers are divided by neurons, and two servers."""
+    strike = Strike(kill, tmp_path, rank=rank)
+    strategy = struck_team(mh.downpour(lr=0.01), strike, mh.sliced(2, "neurons"))
+    result = mh.train(small(), strategy, workers=4, servers=2, steps=30)
+    assert dict(result.lost) == {rank: KILLED, 5 - rank: f"its team has lost rank {rank}"}
+    taken = taken_by(result)
+    assert taken[0] == taken[1] >= 2 * 30 - 6, "the others have taken over what was left"
+    assert all(bool(torch.isfinite(w).all()) for w in result.weights.values())

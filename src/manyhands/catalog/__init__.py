@@ -17,6 +17,7 @@ from manyhands.catalog import (
     peers,
     pipelines,
     quorum,
+    slices,
     stale,
     synchronous,
 )
@@ -28,6 +29,7 @@ from manyhands.catalog.local import *  # noqa: F403
 from manyhands.catalog.peers import *  # noqa: F403
 from manyhands.catalog.pipelines import *  # noqa: F403
 from manyhands.catalog.quorum import *  # noqa: F403
+from manyhands.catalog.slices import *  # noqa: F403
 from manyhands.catalog.stale import *  # noqa: F403
 from manyhands.catalog.synchronous import *  # noqa: F403
 from manyhands.core.recipe import Recipe
@@ -41,6 +43,7 @@ __all__ = [
     *peers.__all__,
     *pipelines.__all__,
     *quorum.__all__,
+    *slices.__all__,
     *stale.__all__,
     *synchronous.__all__,
 ]

@@ -13,11 +13,12 @@ from manyhands.rules import Sgd
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.compressed import Compressed, Encoded
 from manyhands.strategies.elastic import Elastic
+from manyhands.strategies.fully_sharded import FullySharded
 from manyhands.strategies.growing_batch import GrowingBatch
 from manyhands.strategies.hybrid import Hybrid
 from manyhands.strategies.server import Server
 
-__all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd", "hierarchical_server", "hybrid"]
+__all__ = ["adaptive_batch", "bsp", "bsp_server", "eamsgd", "easgd", "fully_sharded", "hierarchical_server", "hybrid"]
 
 
 def bsp(
@@ -56,6 +57,37 @@ def bsp(
         return AllReduce(rule or Sgd(lr), collective)
     refuse_unless(collective == "auto", "collective", collective, "auto with a codec: it is for raw gradients")
     return Compressed(rule or Sgd(lr), Encoded(codec, exchange, by_host))
+
+
+def fully_sharded(lr: float = 0.3, rule: Rule | None = None, keep: bool = False, unit: int = 2**16) -> FullySharded:
+    """Fully sharded SGD: each worker keeps 1/P of the weights, and gathers those of a module while it runs.
+
+    split: data, and the weights in storage. when: bulk. who: a collective. what: raw. how: any elementwise rule, each
+    worker on its own shard.
+
+        before module l runs, forward and backward:  W_l <- all-gather of the shards w_lk
+        when its gradient is there:                  g_lk <- span k of sum_j g_lj(W; B_j), by reduce-scatter; free W_l
+        at the end of a step:                        w_lk <- w_lk - (eta / P) g_lk
+
+    The result is that of bsp, and a worker stores 1/P of the weights, gradients and optimizer state, and the weights of
+    one module. It sends up to 3 m (P - 1) / P numbers in a step, bsp 2 m (P - 1) / P; with `keep` both send the same.
+    Any model, tied weights too; every worker must run the same modules in the same order. A lost worker ends the run.
+
+    Where we differ: the last weights of the forward pass are not gathered again; the next ones are not gathered ahead.
+
+    Reference: S. Rajbhandari et al., ZeRO: Memory optimizations toward training trillion parameter models, 2020,
+        arXiv:1910.02054
+    Loops: strategies/fully_sharded/fully_sharded.py FullySharded.step; strategies/fully_sharded/passes.py
+        ShardedPasses.gradient
+
+    Args:
+        lr: eta, the learning rate.
+        rule: how the mean gradient is applied, instead of SGD with lr; elementwise.
+        keep: whether weights stay gathered between the forward and the backward pass.
+        unit: neighbouring modules are gathered together until they have so many parameters, because small messages
+            cost more than memory.
+    """
+    return FullySharded(rule or Sgd(lr), keep, unit)
 
 
 def bsp_server(

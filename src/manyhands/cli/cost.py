@@ -1,4 +1,7 @@
-"""`manyhands cost TASK`: parameters, work, storage and parallelism of each layer of a task's model."""
+"""`manyhands cost TASK`: parameters, work, storage and parallelism of each layer of a task's model.
+
+With `--split`: what each layer sends if it is divided by samples or by neurons (cli/cost_split.py).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from manyhands.cli import cost_pipeline
+from manyhands.cli.cost_split import show_split
 from manyhands.cli.drawing import RANKS
 from manyhands.cli.options import option
 from manyhands.cli.output import console, print_json, print_table
@@ -27,8 +31,12 @@ Multiply-adds are those of the forward pass for one sample; the share of the wor
 time charges it. Storage is that of a mini-batch: weights, outputs, and the gradients of weights and inputs. The depth
 is that of the forward pass; W/D, the work of a mini-batch over the depth, is how many processors a layer can use.
 
+With --split: the bytes that each worker sends in a step for each layer, if the layer is divided by samples (data) or by
+neurons (out: each worker has some outputs; in: some inputs), and the plan that sends the fewest.
+
 examples:
   manyhands cost vgg16
+  manyhands cost alexnet --split --workers 8 --batch-size 128
   manyhands cost alexnet --json
   manyhands cost mnist --data path/to/mnist --batch-size 128
   manyhands cost my_module:my_task
@@ -50,7 +58,12 @@ class CostOptions:
     data: Annotated[Path | None, option("the folder or file that the task reads", "none", "PATH")] = None
     batch_size: Annotated[int | None, option("samples of a mini-batch", "the task's", "INT")] = None
     method: Annotated[str | None, option("a pipeline, to predict what each of its ranks has", "none", "METHOD")] = None
-    workers: Annotated[int | None, option("its ranks, with --method", "4", "INT")] = None
+    split: FlagCreatePairsOff[
+        Annotated[bool, option("the bytes of each layer, divided by samples or by neurons", "no")]
+    ] = False
+    workers: Annotated[
+        int | None, option("with --method its ranks (default 4); with --split how many divide the layers", "2", "INT")
+    ] = None
     json: FlagCreatePairsOff[Annotated[bool, option("print one JSON object instead of a table", "no")]] = False
 
 
@@ -59,10 +72,12 @@ def run(argv: Sequence[str]) -> int:
     options = parse(CostOptions, argv, "cost", ABOUT)
     if options.batch_size is not None:
         refuse_unless(options.batch_size >= 1, "batch_size", options.batch_size, ">= 1")
+    refuse_unless(not (options.split and options.method), "split", "on", "left out with --method")
     if options.workers is not None:
         refuse_unless(options.workers >= 1, "workers", options.workers, ">= 1")
-        needed = options.method is not None
-        refuse_unless(needed, "workers", options.workers, "left out without --method: layers do not depend on it")
+        needed = options.split or options.method is not None
+        bound = "left out without --method or --split: layers do not depend on it"
+        refuse_unless(needed, "workers", options.workers, bound)
     from manyhands.cost.layers import model_cost  # here, because it imports torch
     from manyhands.tasks import load
 
@@ -70,6 +85,8 @@ def run(argv: Sequence[str]) -> int:
     if options.method is not None:
         return _run_pipeline(task, options.method, options)
     cost = model_cost(task, options.batch_size)
+    if options.split:
+        return _split(task.name, cost, 2 if options.workers is None else options.workers, options.json)
     print_json(facts(task.name, cost)) if options.json else show(task.name, cost)
     return 0
 
@@ -80,6 +97,15 @@ def _run_pipeline(task: Task, method: str, options: CostOptions) -> int:
         print_json({"task": task.name, **cost_pipeline.facts(method, cost)})
     else:
         cost_pipeline.show(task.name, method, cost)
+    return 0
+
+
+def _split(task: str, cost: ModelCost, workers: int, json: bool) -> int:
+    """Print what each layer sends in each way."""
+    from manyhands.cost.placement import placement
+
+    found = placement(cost, workers)
+    print_json({"task": task, **asdict(found)}) if json else show_split(found)
     return 0
 
 

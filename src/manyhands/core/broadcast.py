@@ -9,13 +9,13 @@ If the lead is lost before it has sent, the ranks that wait for it get `PeerLost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import PeerLost, Refused
-from manyhands.core.flat import unwatch
+from manyhands.core.flat import BUCKET_BYTES, unwatch
 from manyhands.core.gather import gather
 from manyhands.core.port import Message, Tag, recv
 from manyhands.core.strategy import Weights
@@ -25,12 +25,27 @@ INITIAL_MODEL, START, FINAL_MODEL = Tag("initial-model"), Tag("loop-start"), Tag
 
 
 def broadcast_model(w: Worker) -> None:
-    """Send the lead's weights and buffers to all ranks, including servers."""
+    """Send the lead's weights and buffers to all ranks, including servers.
+
+    In pieces, because a link keeps the memory that it has received a message in.
+    """
     lead = w.lead
-    if w.rank == lead:
-        _send(w, INITIAL_MODEL, _copies(w.model))
-    else:
-        _load(w.model, recv(w.transport, INITIAL_MODEL, frm=lead))
+    for piece in _pieces(_state(w.model)):
+        if w.rank == lead:
+            _send(w, INITIAL_MODEL, _copied(piece))
+        else:
+            _load(piece, recv(w.transport, INITIAL_MODEL, frm=lead))
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Some of them at a time, of about the size of a bucket."""
+    piece: list[Tensor] = []
+    for x in tensors:
+        if piece and sum(one.nbytes for one in piece) + x.nbytes > BUCKET_BYTES:
+            yield piece
+            piece = []
+        piece.append(x)
+    yield piece
 
 
 def broadcast_start(w: Worker, checkpoint: str) -> None:
@@ -39,12 +54,12 @@ def broadcast_start(w: Worker, checkpoint: str) -> None:
     if w.rank == lead:
         for rank in w.transport.peers():
             loads = bool(checkpoint) and roles[rank] != "worker"
-            w.transport.send(rank, START, (checkpoint,), _copies(w.model) if loads else ())
+            w.transport.send(rank, START, (checkpoint,), _copied(_state(w.model)) if loads else ())
         return
     message = recv(w.transport, START, frm=lead)
     (theirs,) = message.meta
     if message.tensors:
-        _load(w.model, message)
+        _load(_state(w.model), message)
     elif w.transport.role == "worker" and theirs != checkpoint:
         here, there = (repr(one) if one else "no checkpoint" for one in (checkpoint, theirs))
         raise Refused(f"rank {w.rank} has loaded {here}, but rank {lead} {there}: call hands.load on all ranks")
@@ -54,14 +69,14 @@ def broadcast_answer(w: Worker, lead: int, answer: Weights | None) -> bool:
     """Send the answer, gathered by `lead`, to all ranks and load it; whether this rank was the sender."""
     gathered = gather(w, (w.step,)) if w.transport.role == "worker" else None
     if gathered is None:
-        _load(w.model, _receive_answer(w, lead))
+        _load(_state(w.model), _receive_answer(w, lead))
         return False
     if answer is None:
         raise PeerLost(lead, "it had the answer")
     is_whole = w.trained is w.model  # of a part the others were released
     if not is_whole or any(step for (step,), _ in gathered.values()):
         _load_named(w.model, answer)
-    _send(w, FINAL_MODEL, _copies(w.model))
+    _send(w, FINAL_MODEL, _copied(_state(w.model)))
     return True
 
 
@@ -85,15 +100,15 @@ def _state(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def _copies(model: nn.Module) -> list[Tensor]:
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies to send: the model itself may change before the receiver has read them."""
-    return [x.detach().clone(memory_format=torch.contiguous_format) for x in _state(model)]
+    return [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 @torch.no_grad()
-def _load(model: nn.Module, message: Message) -> None:
-    for own, x in zip(_state(model), message.tensors, strict=True):
-        own.copy_(x)
+def _load(tensors: Sequence[Tensor], message: Message) -> None:
+    for own, x in zip(tensors, message.tensors, strict=True):
+        _put(x, own)
     message.release()
 
 
@@ -101,7 +116,15 @@ def _load(model: nn.Module, message: Message) -> None:
 def _load_named(model: nn.Module, answer: Weights) -> None:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, x in answer.items():
-        state[name].copy_(x)
+        _put(x, state[name])
+
+
+def _put(x: Tensor, own: Tensor) -> None:
+    """Copy a whole parameter or buffer into one of which this rank may have had a slice only."""
+    if own.shape == x.shape:
+        own.copy_(x)
+    else:
+        own.data = x.clone()
 
 
 def release_model(model: nn.Module) -> None:

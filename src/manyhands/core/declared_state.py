@@ -192,15 +192,17 @@ def _gathered(w: Worker, parts: StateParts, *, of_all: bool) -> list[StateSlice]
     if not parts:
         return [] if w.rank == w.lead else None
     mine = list(_saved(parts))
-    gathered = gather(w, tuple(piece[:2] for piece in mine), [piece.values for piece in mine])
+    gathered = gather(
+        w, tuple((name, start, stride) for name, start, _, stride in mine), [piece.values for piece in mine]
+    )
     if gathered is None:
         return None
     if of_all:
         need_all(w, gathered)
     return [
-        StateSlice(path if _scope(parts, path) == "divided" else f"worker{w.replica_of(rank)}/{path}", start, values)
+        StateSlice(path if _scope(parts, path) == "divided" else f"worker{w.replica_of(rank)}/{path}", start, x, stride)
         for rank, (meta, tensors) in gathered.items()
-        for (path, start), values in zip(meta, tensors, strict=True)
+        for (path, start, stride), x in zip(meta, tensors, strict=True)
     ]
 
 

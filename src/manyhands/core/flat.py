@@ -254,6 +254,21 @@ class Flat:
         self.open()
         self._arrived.update((slot.name, slot) for slot in slots)
 
+    def forget(self, slots: Iterable[ParamSlot]) -> None:
+        """Within a step: these gradients count as if they had not arrived, because they have been applied."""
+        for slot in slots:
+            self._arrived.pop(slot.name, None)
+
+    def arrived(self, slot: ParamSlot) -> Tensor:
+        """One parameter's gradient within a step; zeros if none has arrived."""
+        gradient = self.gradient_of(slot)
+        return gradient if slot.name in self._arrived else torch.zeros_like(gradient)
+
+    def replace(self, slot: ParamSlot, grad: Tensor) -> None:
+        """Within a step: store another gradient in place of what has arrived."""
+        self._arrived[slot.name] = slot
+        self.gradient_of(slot).copy_(grad)
+
     def parameter(self, slot: ParamSlot) -> nn.Parameter:
         return self._parameters[slot.name]
 
@@ -344,16 +359,6 @@ class Flat:
             group.weights = memory
             self._point(group)
         self._views.clear()
-
-    @torch.no_grad()
-    def let_go(self) -> None:
-        """Free the memory of weights and gradients, and keep their sizes: all are views of one zero."""
-        if self.is_meta:
-            return
-        for group in self.groups:
-            group.outgoing = group.weights.new_zeros(1).expand(group.outgoing.numel())
-        self._gradients = self._gradient_views()
-        self.move_to([group.weights.new_zeros(1).expand(group.weights.numel()) for group in self.groups])
 
     def collect_in(self, outgoing: Sequence[Tensor]) -> None:
         """Use other memory for gradients and touch counts, one tensor per dtype group."""

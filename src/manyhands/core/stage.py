@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -91,6 +92,10 @@ class Stage:
         """The current parameters of the stage, in the order of the flat model."""
         self._weights = Substitution(w.model, self.live)
         self._buffers = Substitution(w.model, module.buffers())
+        trained = {id(p) for p in self.live}
+        self._copies = [p for p in module.parameters() if p.requires_grad and id(p) not in trained]
+        """Parameters that another rank trains: their gradients are computed too, so that all ranks of a team of slices
+        go back through the same layers."""
         self._layers = layers_apart(module, splits=splits)
         self._share = w.share_of(module)
         self._saved: dict[int, Pass] = {}
@@ -125,8 +130,7 @@ class Stage:
             one.layers = self._apart(weights, one.products)
             self._saved[m] = one
             before = _version_numbers(one) if keep == "inputs" else []
-            with torch.set_grad_enabled(keep == "graph"), self._meter.saving(self._key(m), weights):
-                out = self._run(one)
+            out = self._w.run_pass(partial(self._record, m, grad=keep == "graph"))
             if keep == "graph":
                 one.out, one.inputs = out, ()
                 self._meter.keep(self._key(m), *_existing(out))
@@ -138,7 +142,13 @@ class Stage:
             self._w.charge_passes(samples, self._share.forward)
         return out
 
-    def _run(self, one: Pass, replays: bool = False) -> Values:
+    def _record(self, m: int, *, grad: bool, replays: bool = False) -> Values:
+        """The forward pass of a micro-batch, whose graph is measured."""
+        one = self._saved[m]
+        with torch.set_grad_enabled(grad), self._meter.saving(self._key(m), one.weights):
+            return self._run(one, replays)
+
+    def _run(self, one: Pass, replays: bool) -> Values:
         """What is computed; a replay changes the saved buffers."""
         if one.seed is not None:
             self._w.seed_torch(*one.seed)
@@ -187,8 +197,7 @@ class Stage:
         """Replay the forward pass if only inputs were kept; run autograd."""
         one = self._saved[m]
         if one.out is None:
-            with torch.enable_grad(), self._meter.saving(self._key(m), one.weights):
-                one.out = self._run(one, replays=True)
+            one.out = self._w.run_pass(partial(self._record, m, grad=True, replays=True))
             self._meter.keep(self._key(m), *_existing(one.out))
             self._w.charge_passes(one.samples, self._share.forward)
         found = self._back(one, errors)
@@ -204,17 +213,19 @@ class Stage:
             if x is not None and error is not None and x.requires_grad
         ]
         leaves = [x for x in one.received if x is not None and x.requires_grad]
-        inputs = [*one.weights, *leaves]
+        inputs = [*one.weights, *self._copies, *leaves]
         if not (inputs and pairs):  # neither this stage nor a previous one is trained
             return [None] * len(one.received)
         outputs, weighed = zip(*pairs, strict=True)
         with nullcontext() if one.layers is None else one.layers.propagating():
-            grads = torch.autograd.grad(outputs, inputs, weighed, allow_unused=True)
+            grads = self._w.run_pass(partial(torch.autograd.grad, outputs, inputs, weighed, allow_unused=True))
         for slot, g in zip(self._slots, grads, strict=False):
             if g is not None:
                 self._w.flat.put(slot, g)
-        found = iter(grads[len(one.weights) :])
-        return [next(found) if x is not None and x.requires_grad else None for x in one.received]
+        rest = iter(grads[len(one.weights) :])
+        for p, g in zip(self._copies, rest, strict=False):
+            p.grad = g if p.grad is None or g is None else p.grad + g
+        return [next(rest) if x is not None and x.requires_grad else None for x in one.received]
 
     def _key(self, m: int) -> Hashable:
         return id(self), m

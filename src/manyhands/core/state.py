@@ -53,11 +53,16 @@ class Snapshot:
 
 
 class StateSlice(NamedTuple):
-    """A slice of one parameter's state; `start` is counted within the parameter."""
+    """A slice of one parameter's state; `start` is counted within the parameter.
+
+    With a `stride` the last two dimensions of `values` are rows, whose starts lie that far apart: a team of slices has
+    some columns of a matrix.
+    """
 
     name: str
     start: int
     values: Tensor
+    stride: int = 0
 
 
 # -- rules ---------------------------------------------------------------------------------------------
@@ -110,14 +115,26 @@ def join(found: Iterable[StateSlice]) -> Saved:
     for piece in found:
         by_name.setdefault(piece.name, {}).setdefault(piece.start, piece)
     return {
-        name: next(iter(pieces.values())).values
-        if len(pieces) == 1 or _is_whole(name)
-        else torch.cat([pieces[start].values for start in sorted(pieces)])
+        name: next(iter(pieces.values())).values if is_whole(name) else _joined([pieces[at] for at in sorted(pieces)])
         for name, pieces in by_name.items()
     }
 
 
-def _is_whole(name: str) -> bool:
+def _joined(pieces: Sequence[StateSlice]) -> Tensor:
+    """One state of slices in the order of their starts."""
+    if not any(piece.stride for piece in pieces):
+        return pieces[0].values if len(pieces) == 1 else torch.cat([piece.values for piece in pieces])
+    blocks = [piece.values if piece.stride else piece.values.unsqueeze(-2) for piece in pieces]
+    whole = blocks[0].new_empty(*blocks[0].shape[:-2], sum(block.shape[-2] * block.shape[-1] for block in blocks))
+    for block, piece in zip(blocks, pieces, strict=True):
+        for number, row in enumerate(block.unbind(-2)):
+            start = piece.start + number * piece.stride
+            whole[..., start : start + row.shape[-1]] = row
+    return whole
+
+
+def is_whole(name: str) -> bool:
+    """Whether state of this name is not shaped like a parameter, and so never cut."""
     return ":" in name.rpartition("/")[2]
 
 
@@ -135,7 +152,7 @@ def restore(slices: Iterable[WeightSlice], slots: Iterable[ParamSlot], saved: Sa
 
 
 def _cut(name: str, value: Tensor, one: _ParamSlice) -> Tensor:
-    return value if _is_whole(name) else value[one.start : one.start + one.weights.numel()].view(one.weights.shape)
+    return value if is_whole(name) else value[one.start : one.start + one.weights.numel()].view(one.weights.shape)
 
 
 def _load_rule(one: _ParamSlice, found: State) -> None:

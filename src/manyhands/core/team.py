@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from manyhands.core.param_cut import ParamCuts
 from manyhands.core.port import Transport
 from manyhands.core.strategy import Batch, Strategy
 
@@ -28,7 +29,8 @@ Origin = tuple[int, int, int]
 class Team(Protocol):
     """A way in which several ranks compute one gradient; every rank has an object of its own.
 
-    All members make the same calls in the same order. Together their parts have every trained parameter once.
+    All members make the same calls in the same order. Together their parts have every trained parameter once, or of one
+    that is cut every slice once.
     """
 
     @property
@@ -43,6 +45,9 @@ class Team(Protocol):
 
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
         """What the member with this index trains."""
+
+    def cuts(self, model: nn.Module, size: int) -> ParamCuts:
+        """How the parameters are cut of which members have slices; the others belong to one member each."""
 
     def begin(self, w: Worker, members: Transport) -> None:
         """Set up, and become `w.team`; `w` has the part in its flat model, `members` are the ranks of this team.

@@ -12,9 +12,9 @@ import math
 import random
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import merge
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from manyhands.core.flat import Flat, Span
 from manyhands.core.lag import UNKNOWN_LAG
 from manyhands.core.model_check import refuse_uninitialised
 from manyhands.core.param_groups import groups
+from manyhands.core.pass_thread import PassThread
 from manyhands.core.port import REFERENCE_FLOPS, Transport
 from manyhands.core.rule import Rule
 from manyhands.core.running_statistics import RunningStatistic
@@ -38,6 +39,7 @@ from manyhands.core.work_counter import example
 if TYPE_CHECKING:
     from manyhands.core.team import Team
 
+Result = TypeVar("Result")
 Layouts = dict[tuple[tuple[str, ...], tuple[tuple[str, ...], ...]], Flat]
 """Flat models by the names of their parameters and of the parameter groups."""
 
@@ -87,6 +89,8 @@ class Worker:
         self.team: Team | None = None
         """Computes the gradient together with other ranks; None: this rank computes it alone."""
         ranks = transport.roles.count("worker")
+        self.pass_thread: PassThread | None = None
+        """Runs the passes, if ranks wait for one another inside; None: they run in the rank's own line of control."""
         self.worker_ranks: Sequence[int] = range(ranks)
         """All worker ranks, including those that may join later."""
         self.workers: Sequence[int] = range(ranks - len(transport.pending_ranks))
@@ -187,6 +191,12 @@ class Worker:
             for bucket in self.flat.buckets() if fired is not None else ():
                 fired(bucket)  # type: ignore[misc]
             return loss
+        return self.own_gradient(batch, fired, origin)
+
+    def own_gradient(
+        self, batch: Batch, fired: Callable[[Span], None] | None = None, origin: tuple[int, int, int] | None = None
+    ) -> float:
+        """The same by this rank, which runs the whole model itself."""
         self.seed_torch(*(origin or (self.rank, self.step)))
         live = fired if not self.transport.is_simulated else None
         with self.timer.computing():
@@ -228,11 +238,21 @@ class Worker:
     def _run(self, batch: Batch, fired: Callable[[Span], None] | None) -> float:
         ready = ReadyBuckets(self.flat.buckets(), self.flat.slots, fired) if fired else None
         self.flat.open(None if ready is None else ready.arrived)
-        value = self._differentiate(batch) if self.task.gradient is None else self._take_gradient(batch)
+        compute = self._differentiate if self.task.gradient is None else self._take_gradient
+        value = self.run_pass(partial(compute, batch))
         self.flat.close()
         if ready is not None:
             ready.finish()
         return value
+
+    def run_pass(self, work: Callable[[], Result]) -> Result:
+        """Run a forward or backward pass, where it may wait if it has to."""
+        return work() if self.pass_thread is None else self.pass_thread.run(work)
+
+    def wait_in_passes(self) -> PassThread:
+        """From now on passes run in a thread, whose `ask` waits for other ranks; called in `setup`."""
+        self.pass_thread = self.pass_thread or PassThread(self.waiting_in_forward)
+        return self.pass_thread
 
     def _differentiate(self, batch: Batch) -> float:
         with torch.enable_grad():
@@ -260,7 +280,7 @@ class Worker:
 
     @contextmanager
     def waiting_in_forward(self) -> Iterator[None]:
-        """Protect torch's generator during a wait in a forward pass: in virtual time all ranks share it and seed it."""
+        """Protect torch's generator during a wait in a pass: in virtual time all ranks share it and seed it."""
         state = torch.default_generator.get_state()
         try:
             yield

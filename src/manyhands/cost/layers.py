@@ -59,6 +59,9 @@ class LayerCost:
         storage: bytes in a training step on a mini-batch: weights and outputs, and the gradients of weights and inputs.
         depth: D of its forward pass on a mini-batch.
         parallelism: W / D.
+        weight_bytes: of its parameters.
+        input_bytes: of what it takes for one sample; None: not known.
+        output_bytes: of what it returns for one sample; None: not known.
     """
 
     name: str
@@ -70,6 +73,9 @@ class LayerCost:
     storage: int | None
     depth: int | None
     parallelism: float | None
+    weight_bytes: int
+    input_bytes: int | None
+    output_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,13 @@ class ModelCost:
         layers: in the order of the model.
         batch_size: samples of a mini-batch.
         work: operations of training for one sample.
+        is_chain: whether each layer takes what the one before it returns, as in an `nn.Sequential`.
     """
 
     layers: tuple[LayerCost, ...]
     batch_size: int
     work: ModelWork
+    is_chain: bool = False
 
     @property
     def parameters(self) -> int:
@@ -129,7 +137,13 @@ def model_cost(task: Task, batch_size: int | None = None) -> ModelCost:
         for name, module in model.named_modules()
         if name in sizes or name in work.modules or not any(module.children())
     ]
-    return ModelCost(tuple(layers), samples, work)
+    return ModelCost(tuple(layers), samples, work, _is_chain(model))
+
+
+def _is_chain(module: nn.Module) -> bool:
+    """Whether its layers are those of `nn.Sequential`s."""
+    plain = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    return plain and all(_is_chain(one) or not any(one.children()) for one in module.children())
 
 
 def _note(calls: dict[str, LayerCall], name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -151,8 +165,8 @@ def _layer(
     samples: int,
 ) -> LayerCost:
     storage = bound = None
+    weights = sum(p.nbytes for p in parameters)
     if call is not None:
-        weights = sum(p.nbytes for p in parameters)
         batch = [nbytes * samples // SAMPLES for nbytes in call[:2]]
         storage = layer_storage(weights, *batch)
         bound = work_depth(module, (samples, *call.output[1:]))
@@ -166,6 +180,9 @@ def _layer(
         storage,
         None if bound is None else bound.depth,
         None if bound is None else bound.parallelism,
+        weights,
+        None if call is None else call.input_bytes // SAMPLES,
+        None if call is None else call.output_bytes // SAMPLES,
     )
 
 

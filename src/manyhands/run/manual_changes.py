@@ -57,11 +57,12 @@ class ManualChanges:
     def _seen(self) -> tuple[int, list[Tensor]]:
         groups = self._worker.flat.groups
         writes = sum(p._version for p in self._parameters)
-        return writes, [group.weights.detach()[index] for group, index in zip(groups, self._indices, strict=True)]
+        pairs = zip(groups, self._indices, strict=True)
+        return writes, [group.weights.detach()[index].nan_to_num() for group, index in pairs]  # released ones are NaN
 
 
 def _sample(group: DtypeGroup) -> Tensor:
     """Some elements of every parameter: the first, the last, and those between at equal distances."""
     spans = [slot.span for slot in group.slots]
-    steps = torch.linspace(0, 1, PER_PARAMETER)
+    steps = torch.linspace(0, 1, PER_PARAMETER, dtype=torch.float64)  # exact beyond 2^24 elements
     return torch.cat([(span.start + steps * max(0, span.numel - 1)).long() for span in spans])

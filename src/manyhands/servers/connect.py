@@ -20,6 +20,7 @@ from manyhands.core.encoder import codec_for_span
 from manyhands.core.errors import PeerLost
 from manyhands.core.flat import Span
 from manyhands.core.port import Endpoint, on_one_host
+from manyhands.core.released import release
 from manyhands.core.rule import corrects
 from manyhands.core.sharding import cut
 from manyhands.core.vector_ops import UNCHARGED
@@ -105,7 +106,7 @@ def serve(w: Worker, setup: ServerSetup) -> None:
     me = w.servers.index(w.rank)
     if setup.copies == 1:
         server = _server(w, setup, w.servers, shards[me])
-        w.flat.let_go()
+        release(w.flat)
         server.serve()
         return
     before = (me - 1) % len(shards)
@@ -113,7 +114,7 @@ def serve(w: Worker, setup: ServerSetup) -> None:
     primary = _server(w, setup, w.servers, shards[me], own)
     apart = replace(setup, rule=copy.deepcopy(setup.rule))  # a rule may have state of its own
     backup = _server(w, apart, w.servers, shards[before], other)
-    w.flat.let_go()
+    release(w.flat)
     w.transport.spawn(partial(other.serve, backup))
     own.serve(primary)
 

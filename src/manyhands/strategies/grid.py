@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,19 +26,20 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.budget import Budget, JoinableBudget, TeamBudget
-from manyhands.core.declared_state import ON_LEAD, Scope, StatePart, StateParts
+from manyhands.core.declared_state import StateParts
 from manyhands.core.errors import Diverged, ManyhandsError, PeerLost, Refused, refuse_unless
-from manyhands.core.gather import gather, need_all
+from manyhands.core.gather import Gathered, gather, need_all
+from manyhands.core.param_cut import ParamCuts, keep_slices, sliced_copy, sliced_work
 from manyhands.core.param_groups import rule_of
 from manyhands.core.port import ANY, Message, Tag
 from manyhands.core.recipe import recipe_of
 from manyhands.core.rule import Rule
-from manyhands.core.state import StateSlice
-from manyhands.core.strategy import Batch, Saved, Strategy, Traits, Weights
+from manyhands.core.strategy import Batch, Strategy, Traits, Weights
 from manyhands.core.subgroup import Subgroup, as_job_ranks
 from manyhands.core.team import Team
 from manyhands.core.worker import Worker
 from manyhands.splits.tied_weights import shared_names
+from manyhands.strategies.column_state import ColumnState
 
 TEAM_WATCH = Tag("team-watch", carries="nothing")
 """Never sent: a receive of it waits for the loss of a member."""
@@ -118,14 +119,25 @@ class Grid(Strategy):
             raise Refused(f"{recipe_of(self.outer).name} cannot be trained over teams of ranks: {why}")
         teams, size = self.replicas(workers), self._size(workers)
         self.team.check(size, batch_size, model)
-        parts = [self.team.part(model, index, size) for index in range(size)]
+        parts, cuts = [self.team.part(model, index, size) for index in range(size)], self.team.cuts(model, size)
         for part in parts:
             self.outer.check(teams, servers, batch_size, part)
-        self._check_ties(model, parts)
+        self._check_ties(model, parts, cuts)
+        self._check_rule(cuts)
 
-    def _check_ties(self, model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    def _check_rule(self, cuts: ParamCuts) -> None:
+        """A rule that computes with whole parameters would take each slice for one."""
+        if cuts and self.rule is not None and not self.rule.elementwise:
+            raise Refused(
+                f"{self.rule} computes with whole parameters, of which slices are on several ranks: "
+                "use a rule that is elementwise, or a team without slices"
+            )
+
+    def _check_ties(self, model: nn.Module, parts: Sequence[nn.Module], cuts: ParamCuts) -> None:
         """Weights that several parts have stay equal only if every part applies the same gradient to them."""
-        names = shared_names(model, parts)
+        own = dict(model.named_parameters(remove_duplicate=False))
+        sliced = {id(own[name]) for name in cuts}
+        names = [name for name in shared_names(model, parts) if id(own[name]) not in sliced]
         if names and not self.outer.traits.lockstep:
             raise Refused(
                 f"{' and '.join(names)} are one parameter of several stages, which a method that is not in lock step "
@@ -145,6 +157,7 @@ class Grid(Strategy):
     def setup(self, w: Worker) -> None:
         """This rank as a worker of its column (`me`), and as a member of its team (`row`)."""
         size = w.team_size
+        self.shapes = {name: p.shape for name, p in w.model.named_parameters()}
         first = w.rank - w.rank % size
         self.facts = self.team.settle(w, size)
         self.me = self._member(w, w.rank - first)
@@ -159,12 +172,20 @@ class Grid(Strategy):
         w.flat, w.trained = self.me.flat, self.me.trained
 
     def _member(self, w: Worker, index: int) -> Worker:
-        """A worker, or a server, of the column that trains the part of this index."""
+        """A worker, or a server, of the column that trains the part of this index.
+
+        A worker keeps its slices of its model. A server has a model with the slices of each column.
+        """
+        self.cuts = self.team.cuts(w.model, w.team_size)
         column = [*w.worker_ranks[index :: w.team_size], *w.servers]
+        model, is_server = w.model, w.rank in w.servers
+        part = self.team.part(model, index, w.team_size)
+        if is_server and self.cuts:
+            model, part = sliced_copy(model, part, self.cuts, index)
         me = Worker(
             Subgroup(w.transport, column, f"part{index}"),
             w.task,
-            w.model,
+            model,
             seed=w.seed,
             steps=w.steps,
             batch_size=w.batch_size,
@@ -172,7 +193,11 @@ class Grid(Strategy):
             rule=self.rule,
         )
         me.step = w.step
-        me.trained = self.team.part(w.model, index, w.team_size)
+        me.trained = part
+        if self.cuts and not is_server:
+            if me.work is not None:
+                me.work = sliced_work(me.work, model, self.cuts, index)
+            keep_slices(model, self.cuts, index)
         return me
 
     @contextmanager
@@ -208,19 +233,27 @@ class Grid(Strategy):
         gathered = gather(w, tuple(mine), list(mine.values()))
         if gathered is None:
             return None
+        found = self._joined(gathered, w.team_size)
+        if found.keys() != self.shapes.keys():
+            need_all(w, gathered)
+        return {name: found[name].view(shape) for name, shape in self.shapes.items()}
+
+    def _joined(self, gathered: Gathered, size: int) -> dict[str, Tensor]:
+        """Whole parameters, of what the columns have; without those of which a slice is missing."""
         found: dict[str, Tensor] = {}
-        for names, xs in gathered.values():
+        missing: dict[str, set[int]] = {name: set(cut.ranges) for name, cut in self.cuts.items()}
+        for rank, (names, xs) in gathered.items():
             for name, x in zip(names, xs, strict=True):
-                has_twin = found.setdefault(name, x) is not x and not w.task.sizes_only
-                if has_twin and not torch.equal(found[name], x):
+                if name in self.cuts:
+                    whole = found.setdefault(name, x.new_empty(self.shapes[name]))
+                    self.cuts[name].put(whole, rank % size, x)
+                    missing[name].discard(rank % size)
+                elif not _equal(found.setdefault(name, x), x):
                     raise ManyhandsError(
                         f"{name} belongs to several stages and differs between them: the method does not treat the "
                         "parts of the model alike (a codec, perhaps); cut where one stage has it"
                     )
-        shapes = {name: p.shape for name, p in w.model.named_parameters()}
-        if found.keys() != shapes.keys():
-            need_all(w, gathered)
-        return {name: found[name].view(shape) for name, shape in shapes.items()}
+        return {name: x for name, x in found.items() if not missing.get(name)}
 
     def serve(self, w: Worker) -> None:
         """A server of every column, each in an activity of its own."""
@@ -253,51 +286,11 @@ class Grid(Strategy):
         with self._as_column(w):
             parts = self.outer.declared_state(self.me)
         own = {slot.name for slot in self.me.flat.slots}
-        others = dict(w.model.named_parameters()).keys() - own
-        index = w.rank % w.team_size
-        return {name: ColumnState(part, self.me, index, own, others) for name, part in parts.items()}
+        others, index = self.shapes.keys() - own, w.rank % w.team_size
+        sliced = {name: (cut, self.shapes[name]) for name, cut in self.cuts.items() if name in own}
+        return {name: ColumnState(part, self.me, index, own, others, sliced) for name, part in parts.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class ColumnState:
-    """A part of the state in one column.
-
-    Args:
-        part: that of the method. What is equal on all workers, or what the lead has, the lead of every column saves.
-        me: the worker of the column.
-        index: the number of the column.
-        own: the parameters that the column trains.
-        others: those that other columns train; of a saved whole their state is left out.
-    """
-
-    part: StatePart
-    me: Worker
-    index: int
-    own: Collection[str]
-    others: Collection[str]
-
-    @property
-    def scope(self) -> Scope:
-        return "divided" if self.part.scope in ON_LEAD else self.part.scope
-
-    def save(self) -> Iterator[StateSlice]:
-        """By parameter name; what belongs to no parameter under the name of the column."""
-        if self.part.scope in ON_LEAD and self.me.rank != self.me.lead:
-            return
-        for piece in self.part.save():
-            is_own = any(word in self.own for word in piece.name.split("/"))
-            yield piece if is_own else piece._replace(name=f"{piece.name}/:column{self.index}".lstrip("/"))
-
-    def load(self, saved: Sequence[Saved]) -> None:
-        if self.part.scope != "lead" or self.me.rank == self.me.lead:
-            self.part.load([self._mine(one) for one in saved])
-
-    def _mine(self, saved: Saved) -> Saved:
-        """Without the state of parameters that only other columns train."""
-        words = {name: name.split("/") for name in saved}
-        foreign = {
-            name
-            for name, path in words.items()
-            if any(word in self.others for word in path) and not any(word in self.own for word in path)
-        }
-        return {name: value for name, value in saved.items() if name not in foreign}
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Of sizes only nothing can differ."""
+    return one is other or one.is_meta or torch.equal(one, other)
