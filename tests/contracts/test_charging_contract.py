@@ -6,6 +6,7 @@ charged too; and a run on sizes only takes as long as the run with numbers.
 
 import ast
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,10 @@ from manyhands.core.vector_ops import UNCHARGED, VectorOps, vector_ops
 from manyhands.core.weight_slice import WeightSlice
 from manyhands.core.worker import Worker
 from manyhands.rules import Adam, Sgd
+from manyhands.splits.piped import SCHEDULES
 from manyhands.splits.synthetic import SyntheticModel
 from manyhands.strategies.allreduce import AllReduce
+from manyhands.strategies.grid import Grid
 from manyhands.virtual.closed_form_collectives import ClosedFormCollective
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.world import simulate
@@ -255,8 +258,8 @@ def test_a_method_that_computes_by_itself_is_found(written):
     assert counts[1] - counts[0] == 2 * 3 * 4 * weights, "of 2 workers in 3 steps, 4 bytes each"
 
 
-NEED_NUMBERS = {name.replace("_", "-") for name in catalog.pipelines.__all__} | {"sandblaster"}
-"""They cut a model where it runs, or search along a line for less loss."""
+NEED_NUMBERS = {"sandblaster"}
+"""It searches along a line for less loss."""
 SIZES_VARY = {"sparcml", "strom"}
 """The size of what they send depends on the numbers, and is an estimate without them."""
 
@@ -276,6 +279,32 @@ def test_sizes_alone_are_enough_to_know_the_time(name):
         assert sizes.seconds == (pytest.approx(numbers.seconds, rel=0.25) if name in SIZES_VARY else numbers.seconds)
 
 
+class Residual(nn.Module):
+    """A model that is cut by running it: a value that a skip connection needs passes over two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(9))
+
+    def forward(self, x):
+        outer = x = self.layers[0](x)
+        for layer in self.layers[1:-1]:
+            x = x + layer(x).relu()
+        return self.layers[-1](x * outer)
+
+
+PIPELINES = {name: EVERY[name.replace("_", "-")] for name in catalog.pipelines.__all__}
+PIPELINES |= {f"over teams, {one}": lambda one=one: Grid(mh.ssp(), mh.piped(2, schedule=one)) for one in SCHEDULES}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_sizes_alone_are_enough_to_know_the_time_of_a_model_that_is_cut(name):
+    tasks = [replace(wide_task(sizes_only), model=Residual) for sizes_only in (False, True)]
+    numbers, sizes = (mh.train(one, PIPELINES[name](), cluster=mh.Cluster(workers=4), steps=12) for one in tasks)
+    assert sizes.seconds == numbers.seconds and sizes.bytes == numbers.bytes
+    assert sizes.weights is None and sizes.final_loss is None
+
+
 # -- the package --------------------------------------------------------------------------------------
 
 CHARGES = {
@@ -288,7 +317,7 @@ KNOWS_SIZES = {
     "core/flat.py": "the layout of a model",
     "core/worker.py": "the memory of a worker",
     "core/send_guard.py": "what was lent",
-    "splits/piped.py": "a model that cannot be run to cut it",
+    "splits/cutting.py": "stages that cannot be compared with the model",
     "collectives/group.py": "memory to lend from",
     "collectives/shared.py": "shared memory",
     "collectives/compressed/streams.py": "how many numbers a sparse sum has",

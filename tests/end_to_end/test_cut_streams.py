@@ -5,8 +5,9 @@ from bisect import bisect_right
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import parametrizations
+from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from branched_models import WORDS, Gpt, UNet
@@ -129,6 +130,33 @@ def test_a_loop_of_ones_own_gives_an_example(method):
         Joined(EVERY[method](), program, mh.Cluster(2), UNet, cross_entropy)
 
 
+class Wide(nn.Module):
+    """Equal layers with a skip over all of them, so that the model is cut by running it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(9))
+
+    def forward(self, x):
+        outer = x = self.layers[0](x)
+        for layer in self.layers[1:-1]:
+            x = x + layer(x).relu()
+        return self.layers[-1](x * outer)
+
+
+@pytest.mark.parametrize("model", [Wide, lambda: nn.Sequential(*Wide().layers)], ids=["cut", "chain"])
+@pytest.mark.parametrize(("method", "versions"), [(mh.gpipe, 1), (mh.pipedream, 1), (mh.pipedream_2bw, 2)])
+def test_a_rank_keeps_its_own_part_only(method, versions, model):
+    """Weights, one gradient, and as many more versions as the method keeps at the end; not those of other stages."""
+    x = torch.randn(32, 64)
+    data = mh.Task(model, TensorDataset(x, x), mse_loss, batch_size=8)
+    result = mh.train(data, method(rule=Sgd(0.01)), cluster=mh.Cluster(3), steps=6)
+    part = 3 * (64 * 64 + 64) * 4
+    kept = {line["held"]: line["bytes"] for line in result.records if line["kind"] == "memory"}
+    assert kept.keys() == {0, 1, 2}
+    assert all((1 + versions) * part <= one <= 1.1 * (1 + versions) * part for one in kept.values())
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 
 
@@ -187,6 +215,14 @@ def test_names_and_balance_are_in_force_in_the_text_of_a_method():
             mh.train(data, strategy_of(f"{method}:cut=h.9"), cluster=mh.Cluster(2), steps=4)
         with pytest.raises(mh.Refused, match="balance is 'weight', but must be "):
             mh.train(data, strategy_of(f"{method}:balance=weight"), cluster=mh.Cluster(2), steps=4)
+
+
+@pytest.mark.parametrize("method", [mh.pipedream, mh.gpipe])
+def test_measured_cuts_are_for_real_processes(method):
+    with pytest.raises(mh.Refused, match="balance is 'time', but must be work or parameters in virtual time"):
+        mh.train(task(Gpt, words(), None), method(balance="time"), cluster=mh.Cluster(2), steps=2)
+    with pytest.raises(mh.Refused, match="balance is time, but must be left as it is: the cuts are given by name"):
+        method(cut=["h.1"], balance="time")
 
 
 # -- a list of stages ----------------------------------------------------------------------------------

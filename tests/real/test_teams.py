@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 from branched_models import LENGTH, WORDS, Branching, Gpt
-from manyhands.run.methods import over_team
+from manyhands.run.methods import over_team, strategy_of
 from manyhands.strategies.grid import Grid
 from pace import assert_within
 
@@ -101,3 +101,29 @@ def test_stages_of_a_model_that_is_no_chain_have_the_bits_of_virtual_time(make, 
     virtual = mh.train(make(), mh.bsp(), team=team, cluster=mh.Cluster(workers=3, hosts=hosts), steps=5)
     real = mh.train(make(), mh.bsp(), team=team, workers=3, link=link, steps=5)
     assert real.weights_sha256 == virtual.weights_sha256
+
+
+def words():
+    x = torch.randint(WORDS, (64, LENGTH), generator=torch.Generator().manual_seed(0))
+    return mh.Task(Gpt, TensorDataset(x, x.roll(1, 1)), batch_size=8)
+
+
+def measured(result):
+    """The cut that all ranks have in their records."""
+    found = [line for line in result.records if "stage_seconds" in line]
+    assert all(min(line["stage_seconds"]) > 0 for line in found)
+    (cut,) = {line["cut"] for line in found}
+    return cut, {line["rank"] for line in found}
+
+
+@pytest.mark.parametrize("name", ["pipedream", "gpipe"])
+def test_where_stages_take_equal_time_is_measured_and_known_to_all_ranks(name, quickly):
+    timed = mh.train(words(), strategy_of(f"{name}:balance=time"), workers=2, steps=4)
+    cut, ranks = measured(timed)
+    named = mh.train(words(), strategy_of(f"{name}:cut={cut}"), cluster=mh.Cluster(2), steps=4)
+    assert timed.weights_sha256 == named.weights_sha256 and ranks == {0, 1}
+
+
+def test_the_servers_of_teams_know_it_too(quickly):
+    result = mh.train(words(), mh.ssp(), team=mh.piped(2, balance="time"), workers=4, servers=1, steps=4)
+    assert measured(result)[1] == {0, 1, 2, 3}

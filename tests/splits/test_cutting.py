@@ -14,6 +14,7 @@ from manyhands.core.errors import ManyhandsError, Refused
 from manyhands.core.work import work_of
 from manyhands.splits import layers
 from manyhands.splits.cutting import cut, run
+from manyhands.splits.timed_cuts import fastest
 from manyhands.tasks import load
 from manyhands.tasks.resnet_small import SmallResNet
 
@@ -270,6 +271,32 @@ def test_the_work_of_a_tied_layer_is_where_it_is_computed():
     work = work_of(mh.Task(lambda: Gpt(tied=True), [(words(2)[0],)], None).build(0)).modules
     assert work["head"].forward == 2 * LENGTH * WIDTH * WORDS
     assert work["words"].forward == 2 * WIDTH * WORDS, "an estimate, because it computes no product"
+
+
+class Slow(nn.Module):
+    """Equal layers, of which the last one waits in both passes; no work is counted for that."""
+
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            for _ in range(300):
+                x = x + 0.0
+            return super().forward(x)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([*(nn.Linear(4, 4) for _ in range(5)), self.Waiting(4, 4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_measured_seconds_choose_other_cuts_than_work():
+    model, x = Slow(), torch.randn(2, 4)
+    assert cut(model, (x,), 2)[0].plan.cuts == ("layers.3",)
+    names, seconds = fastest(model, (x,), 2, samples=8)
+    assert names == ("layers.5",) and 0 < seconds[0] < seconds[1]
 
 
 # -- what is refused ----------------------------------------------------------------------------------

@@ -133,3 +133,13 @@ def test_the_seconds_that_a_task_gives_are_divided_by_counted_shares():
     counted, scaled = computed(task, mh.gpipe(replay=False), 3), computed(given, mh.gpipe(replay=False), 3)
     assert sum(scaled) == pytest.approx(4 * 8)
     assert [one / sum(scaled) for one in scaled] == pytest.approx([one / sum(counted) for one in counted])
+
+
+@pytest.mark.parametrize("name", ["vgg16", "alexnet", "googlenet"])
+@pytest.mark.parametrize("method", [mh.gpipe, mh.zero_bubble, mh.pipedream])
+def test_networks_for_imagenet_are_planned_on_sizes(method, name):
+    """Two stages are faster than one, and not twice as fast."""
+    one, two = (
+        mh.train(load(name), method(), cluster=mh.Cluster(workers), steps=4, batch_size=8).seconds for workers in (1, 2)
+    )
+    assert 0.5 * one < two < (1.1 if method is mh.gpipe else 0.95) * one

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 Names = Sequence[str] | str | None
-Balance = Literal["work", "parameters"]
+Balance = Literal["work", "time", "parameters"]
 
 
 def gpipe(
@@ -83,7 +83,7 @@ def gpipe(
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     return _flushing(
         "gpipe", micro_batches, stages, lr, rule, keep=None if replay else "graph", cut=cut, balance=balance
@@ -120,7 +120,7 @@ def one_f_one_b(
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     return _flushing("one-f-one-b", micro_batches, stages, lr, rule, cut=cut, balance=balance)
 
@@ -158,7 +158,7 @@ def interleaved(
         lr: eta, the learning rate.
         rule: how a worker applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     return _flushing("interleaved", micro_batches, stages, lr, rule, chunks=chunks, cut=cut, balance=balance)
 
@@ -195,7 +195,7 @@ def zero_bubble(
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     return _flushing("zero-bubble", micro_batches, stages, lr, rule, cut=cut, balance=balance)
 
@@ -232,7 +232,7 @@ def pipelined_backprop(
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     return Streaming(rule or Sgd(lr), schedules.figure5, Latest, cuts=Cuts(cut, balance))
 
@@ -259,7 +259,7 @@ def small_batch_pipeline(
         lr: eta, the learning rate for a whole mini-batch.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     return Streaming(rule or Sgd(lr), schedules.figure5, Latest, fills=True, cuts=Cuts(cut, balance))
 
@@ -302,7 +302,7 @@ def pipedream(
             number of workers. Empty: one each.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     if not replicas:
         versions = Aligned if vertical_sync else Stash
@@ -347,7 +347,7 @@ def pipedream_2bw(
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     schedule = partial(schedules.alternating, every=micro_batches)
     return Streaming(rule or Sgd(lr), schedule, Double, micro_batches=micro_batches, cuts=Cuts(cut, balance))
@@ -386,7 +386,7 @@ def spectrain(
         prediction: up to which moment weights are predicted.
         rule: how a stage applies its gradient, instead of momentum SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     known = {"to the end": Predicted, "to own update": PredictedToOwnUpdate}
     if prediction not in known:
@@ -425,7 +425,7 @@ def ddg(
         variant: the weights of the backward pass: those of the forward pass (paper) or the newest ones (code).
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     if variant not in ("paper", "code"):
         raise Refused(f"variant is {variant!r}, but must be 'paper' or 'code'")
@@ -458,7 +458,7 @@ def features_replay(
         lr: eta, the learning rate.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     return Streaming(rule or Sgd(lr), schedules.decoupled, Latest, keeps="inputs", cuts=Cuts(cut, balance))
 
@@ -490,7 +490,7 @@ def weight_copies(
         rounds: how many times 2K-1 mini-batches there are between two averages.
         rule: how a copy applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: work or parameters.
+        balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
     refuse_unless(rounds >= 1, "rounds", rounds, ">= 1")
     return Streaming(rule or Sgd(lr), partial(schedules.rounds, times=rounds), Copies, cuts=Cuts(cut, balance))

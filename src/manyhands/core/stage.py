@@ -181,12 +181,19 @@ class Stage:
         self._forget(m)
 
     def _propagate(self, m: int, errors: Values) -> Values:
-        """Run autograd; what it computes of the gradient is put into the flat one."""
+        """Replay the forward pass if only inputs were kept; run autograd."""
         one = self._saved[m]
         if one.out is None:
             with torch.enable_grad(), self._meter.saving(self._key(m), one.weights):
                 one.out = self._run(one, replays=True)
             self._w.charge_passes(one.samples, self._share.forward)
+        found = self._back(one, errors)
+        one.out = None
+        return found
+
+    def _back(self, one: Pass, errors: Values) -> Values:
+        """What autograd computes: of the gradient, which is put into the flat one, and of the errors."""
+        assert one.out is not None
         pairs = [
             (x, error)
             for x, error in zip(one.out, errors, strict=True)
@@ -199,7 +206,6 @@ class Stage:
         outputs, weighed = zip(*pairs, strict=True)
         with nullcontext() if one.layers is None else one.layers.propagating():
             grads = torch.autograd.grad(outputs, inputs, weighed, allow_unused=True)
-        one.out = None
         for slot, g in zip(self._slots, grads, strict=False):
             if g is not None:
                 self._w.flat.put(slot, g)

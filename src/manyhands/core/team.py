@@ -10,7 +10,8 @@ A data-parallel method that runs in every column trains the whole model (strateg
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
@@ -33,6 +34,9 @@ class Team(Protocol):
     @property
     def size(self) -> int:
         """How many ranks form a team; 0: all workers form one."""
+
+    def settle(self, w: Worker, size: int) -> Mapping[str, Any]:
+        """Before `part`, on all ranks of a run: determine what the model alone does not; facts for the record."""
 
     def check(self, size: int, batch_size: int, model: nn.Module) -> None:
         """Refuse a model or a mini-batch that `size` ranks cannot divide."""
@@ -59,9 +63,9 @@ def team_size(strategy: Strategy, transport: Transport) -> int:
 def release_untrained(w: Worker) -> None:
     """Free the memory of the parameters that other ranks train; their names and shapes remain, each a view of one NaN.
 
-    So that reading them by mistake is noticed.
+    So that reading them by mistake is noticed. A model of sizes only has no memory.
     """
-    if w.trained is w.model:
+    if w.trained is w.model or w.task.sizes_only:
         return
     own = {id(p) for p in w.trained.parameters()}
     for p in w.model.parameters():

@@ -33,6 +33,7 @@ from manyhands.core.strategy import Batch
 from manyhands.core.task import Task
 from manyhands.core.vector_ops import vector_ops
 from manyhands.core.work import Work, work_of
+from manyhands.core.work_counter import example
 
 if TYPE_CHECKING:
     from manyhands.core.team import Team
@@ -265,8 +266,20 @@ class Worker:
         finally:
             torch.default_generator.set_state(state)
 
+    def sized(self, batch: Batch) -> Batch:
+        """The mini-batch; in a run on sizes only, fields of its sizes."""
+        if not self.task.sizes_only:
+            return batch
+        return tuple(x.new_empty((self.batch_size, *x.shape[1:])) for x in self._example)
+
+    @cached_property
+    def _example(self) -> Batch:
+        return example(self.task.data, "meta")
+
     def checked(self, loss: Tensor) -> float:
         """The loss as a float; raises `Diverged` if it is not finite."""
+        if loss.is_meta:
+            return math.nan
         value = float(loss.detach())
         if not math.isfinite(value):
             raise Diverged(self.rank, self.step, value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeGuard, get_args
 
 from torch import nn
@@ -44,31 +45,41 @@ class Cuts:
     def __post_init__(self) -> None:
         known = get_args(Balance)
         refuse_unless(self.balance in known, "balance", self.balance, f"one of {', '.join(known)}")
+        is_free = self.at is None or self.balance == "work"
+        refuse_unless(is_free, "balance", self.balance, "left as it is: the cuts are given by name")
+
+    def are_timed(self, model: nn.Module) -> bool:
+        """Whether the cuts depend on a measurement."""
+        return self.balance == "time" and not isinstance(model, GivenStages)
 
     def stages(self, model: nn.Module, count: int) -> Sequence[nn.Module]:
         """The layers of an nn.Sequential; of other modules, or with chosen cuts, segments of their forward pass."""
         if isinstance(model, GivenStages):
             return self._given(model, count)
-        if _is_chain(model) and self.at is None and self.balance == "work":
+        if _is_chain(model) and self.at is None and self.balance != "parameters":
             found = stages(model, count)
             if not shared_names(model, found):
                 return found
         names = self.at.replace(",", " ").split() if isinstance(self.at, str) else self.at
-        return cut(model, self._inputs(model), count, names, self.balance)
+        segments = cut(model, self.inputs(model), count, names, self.balance)
+        return _as_layers(model, segments) or segments
 
     def _given(self, model: GivenStages, count: int) -> Sequence[nn.Module]:
         """The stages that a user has listed."""
         listed = f"{len(model)}, the length of the list of stages that the model was given as"
         refuse_unless(count == len(model), "the number of stages", count, listed)
-        refuse_unless(self.at is None, "cut", self.at, "left out: the model was given as a list of stages")
+        why = "left out: the model was given as a list of stages"
+        refuse_unless(self.at is None, "cut", self.at, why)
+        refuse_unless(self.balance == "work", "balance", self.balance, why)
         for number, stage in enumerate(model):
             has_parameters = any(True for _ in stage.parameters())
             refuse_unless(has_parameters, f"the number of parameters of stage {number}", 0, ">= 1")
         if not shared_names(model, list(model)):
             return list(model)
-        return cut(model, self._inputs(model), count, [str(number) for number in range(1, count)])
+        return cut(model, self.inputs(model), count, [str(number) for number in range(1, count)])
 
-    def _inputs(self, model: nn.Module) -> Sequence[Any]:
+    def inputs(self, model: nn.Module) -> Sequence[Any]:
+        """Inputs of the model for a few samples."""
         example = source_of(model).example
         if self.example is not None:
             return self.example
@@ -78,6 +89,15 @@ class Cuts:
                 "mh.join(example=(x,)), or make it an nn.Sequential"
             )
         return example()
+
+
+def _as_layers(model: nn.Module, found: Sequence[CutStage]) -> Sequence[nn.Module]:
+    """The stages of a chain that is cut between its layers, which take one tensor; none if they are no such ones."""
+    names, cuts = list(model._modules), found[0].plan.cuts
+    if not _is_chain(model) or not set(cuts) <= set(names) or shared_names(model, found):
+        return []
+    layers, firsts = list(model), [0, *map(names.index, cuts), len(model)]
+    return [nn.Sequential(*layers[start:stop]) for start, stop in pairwise(firsts)]
 
 
 def _is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -37,8 +37,10 @@ from manyhands.splits.layers import balanced_cuts
 from manyhands.splits.placeholder import PARAMETER, Key, Missing, tensors_in
 from manyhands.splits.recording import Candidate, Recording
 
-Balance = Literal["work", "parameters"]
-"""What the largest stage has little of: operations, or parameters."""
+Balance = Literal["work", "time", "parameters"]
+"""What the largest stage has little of: operations, measured seconds, or parameters."""
+Sizes = list[tuple[int, float]]
+"""At which times of a recording there is how much of it."""
 WORTH_CARRYING = 1.1
 """How many times larger the largest stage may become so that only activations travel."""
 
@@ -57,7 +59,8 @@ def cut(
         example: inputs of the model for a few samples.
         count: the number of stages.
         at: the names of the first modules of stages 1, 2, ...; None: chosen, so that the largest stage is small.
-        balance: what is small: the operations of a stage, or its number of parameters.
+        balance: what is small: the operations of a stage, or its number of parameters; seconds are measured before
+            (splits/timed_cuts.py), so that "time" is "work" here.
     """
     found, key = source_of(model).found, ("cut", count, None if at is None else tuple(at), balance)
     if key not in found:
@@ -70,17 +73,30 @@ def _found(
     model: nn.Module, example: Sequence[Any], count: int, at: Sequence[str] | None, balance: Balance
 ) -> tuple[CutPlan, Belongings]:
     """Where to cut, and what belongs to the stages; checked on the example."""
+    has_numbers = not any(p.is_meta for p in model.parameters())
     with _undisturbed(), torch.enable_grad():
         drawn = random.getstate()
         recording = Recording(copy_with_same_parameters(model), example)
         if random.getstate() != drawn:
             raise Refused("the forward pass draws from Python's random, but its stages have only torch's in common")
-        chosen = _chosen(recording, model, count, balance) if at is None else _named(recording, at, count)
+        size = _sizes(recording, model) if balance == "parameters" else _work(recording, model)
+        chosen = _chosen(recording, model, count, size) if at is None else _named(recording, at, count)
         plan = _complete(_plan(recording, chosen), copy_with_same_parameters(model), example)
         own = _belongings(recording, model, chosen)
-        copied = copy_with_same_parameters(model)
-        _verify(copy_with_same_parameters(model), [CutStage(copied, plan, n, own) for n in range(count)], example)
+        if has_numbers:
+            copied = copy_with_same_parameters(model)
+            _verify(copy_with_same_parameters(model), [CutStage(copied, plan, n, own) for n in range(count)], example)
     return plan, own
+
+
+def chosen_by(
+    model: nn.Module, example: Sequence[Any], count: int, measure: Callable[[Sequence[Candidate]], Sizes]
+) -> tuple[list[Candidate], Sizes]:
+    """The cuts with the smallest largest stage, if sizes are what `measure` returns for the candidates."""
+    with _undisturbed(), torch.enable_grad():
+        recording = Recording(copy_with_same_parameters(model), example)
+        sizes = measure(recording.candidates())
+        return _chosen(recording, model, count, sizes), sizes
 
 
 def run(stages: Sequence[CutStage], fields: Sequence[Any]) -> Any:
@@ -113,10 +129,9 @@ def _named(recording: Recording, names: Sequence[str], count: int) -> list[Candi
     return chosen
 
 
-def _chosen(recording: Recording, model: nn.Module, count: int, balance: Balance) -> list[Candidate]:
+def _chosen(recording: Recording, model: nn.Module, count: int, size: Sizes) -> list[Candidate]:
     """The cuts with the smallest largest stage; only activations travel, unless that makes it much larger."""
     every = _outermost(recording.candidates())
-    size = _work(recording, model) if balance == "work" else _sizes(recording, model)
     trained = [recording.uses[name].read for name, p in model.named_parameters() if p.requires_grad]
     largest, chosen = _balanced(every, size, trained, count)
     if largest == inf:
@@ -133,7 +148,7 @@ def _outermost(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def _balanced(
-    candidates: list[Candidate], sizes: Iterable[tuple[int, float]], trained: Sequence[set[int]], count: int
+    candidates: list[Candidate], sizes: Sizes, trained: Sequence[set[int]], count: int
 ) -> tuple[float, list[Candidate]]:
     """The size of the largest stage and the cuts; infinity if there are too few candidates."""
     times = [one.time for one in candidates]
@@ -145,12 +160,12 @@ def _balanced(
     return largest, [candidates[n - 1] for n in cuts]
 
 
-def _work(recording: Recording, model: nn.Module) -> list[tuple[int, float]]:
+def _work(recording: Recording, model: nn.Module) -> Sizes:
     """When a module was complete, and its operations."""
     return [(recording.left.get(name, 0), one.total) for name, one in work_of(model).modules.items()]
 
 
-def _sizes(recording: Recording, model: nn.Module) -> list[tuple[int, float]]:
+def _sizes(recording: Recording, model: nn.Module) -> Sizes:
     """When a parameter was first used, and its size."""
     return [(min(recording.uses[name].read, default=0), p.numel()) for name, p in model.named_parameters()]
 

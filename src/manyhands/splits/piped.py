@@ -32,6 +32,7 @@ from manyhands.splits.cuts import Cuts, Names, joined, parted
 from manyhands.splits.cutting import Balance
 from manyhands.splits.stage_passes import StagePasses
 from manyhands.splits.tied_weights import TiedWeights
+from manyhands.splits.timed_cuts import settle
 
 FlushingSchedule = Literal["gpipe", "one-f-one-b", "interleaved", "zero-bubble"]
 SCHEDULES: Mapping[FlushingSchedule, schedules.Schedule] = {
@@ -56,7 +57,8 @@ class Piped:
         keep: "graph": the graph of a forward pass is kept until its backward pass; "inputs": only its input is, and the
             forward pass is computed again; None: "inputs" for "gpipe", as in its paper, "graph" for the others.
         cut: the names of the modules with which stages 1, 2, ... begin, also as one text ("h.4, h.8"); None: chosen.
-        balance: what the largest stage has little of, if the cuts are chosen: "work" (operations) or "parameters".
+        balance: what the largest stage has little of, if the cuts are chosen: "work" (operations), "time" (seconds,
+            measured on the first rank before training; in real processes only) or "parameters".
         example: inputs of the model for a few samples, to cut a model in a loop of one's own; a task has some.
     """
 
@@ -101,6 +103,12 @@ class Piped:
             return schedules.interleaved(size, self.micro_batches, self._chunks(size))
         return SCHEDULES[self.schedule](size, self.micro_batches)
 
+    def settle(self, w: Worker, size: int) -> Mapping[str, Any]:
+        """Measure where to cut, if stages are to take equal times."""
+        samples = w.batch_size // self.micro_batches
+        self._cuts, facts = settle(self._cuts, w, size * self._chunks(size), samples)
+        return facts
+
     def part(self, model: nn.Module, index: int, size: int) -> nn.Module:
         return joined(self._cuts.stages(model, size * self._chunks(size))[index::size])
 
@@ -125,7 +133,8 @@ class Piped:
 
     def gradient(self, w: Worker, batch: Batch, origin: Origin) -> float:
         """Play this rank's row; the loss is the mean over all samples, on every member."""
-        samples, M = len(batch[0]), self.micro_batches
+        batch, M = w.sized(batch), self.micro_batches
+        samples = len(batch[0])
         refuse_unless(samples >= M, "the number of samples", samples, f">= {M}")
         chunks = list(zip(*(field.tensor_split(M) for field in batch), strict=True))
         rank, step, key = origin

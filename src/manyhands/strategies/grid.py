@@ -72,6 +72,8 @@ class Grid(Strategy):
 
     outer: Strategy
     team: Team
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    """What the team has determined, until it is in the record."""
 
     @property
     def kind(self) -> str:
@@ -133,7 +135,9 @@ class Grid(Strategy):
         return self.outer.remarks(steps)
 
     def notes(self) -> Mapping[str, Any]:
-        return self.outer.notes()
+        """Those of the method; once, what the team has determined."""
+        facts, self.facts = self.facts, {}
+        return {**self.outer.notes(), **facts}
 
     # -- ranks ------------------------------------------------------------------------------------
 
@@ -141,6 +145,7 @@ class Grid(Strategy):
         """This rank as a worker of its column (`me`), and as a member of its team (`row`)."""
         size = w.team_size
         first = w.rank - w.rank % size
+        self.facts = self.team.settle(w, size)
         self.me = self._member(w, w.rank - first)
         self.me.timer, self.me.random = w.timer, w.random
         self.row = TeamRow(w.transport, range(first, first + size), f"team{w.replica}")
@@ -205,7 +210,8 @@ class Grid(Strategy):
         found: dict[str, Tensor] = {}
         for names, xs in gathered.values():
             for name, x in zip(names, xs, strict=True):
-                if not torch.equal(found.setdefault(name, x), x):
+                has_twin = found.setdefault(name, x) is not x and not w.task.sizes_only
+                if has_twin and not torch.equal(found[name], x):
                     raise ManyhandsError(
                         f"{name} belongs to several stages and differs between them: the method does not treat the "
                         "parts of the model alike (a codec, perhaps); cut where one stage has it"
@@ -217,6 +223,7 @@ class Grid(Strategy):
 
     def serve(self, w: Worker) -> None:
         """A server of every column, each in an activity of its own."""
+        self.team.settle(w, w.team_size)
         columns = [w.transport.spawn(partial(self._serve_column, w, index)) for index in range(w.team_size)]
         for column in columns:
             column.join()

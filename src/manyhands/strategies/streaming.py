@@ -50,6 +50,7 @@ from manyhands.splits.cuts import Cuts
 from manyhands.splits.schedules import EndlessSchedule, finite, in_flight
 from manyhands.splits.stage_passes import StagePasses
 from manyhands.splits.tied_weights import shared_names
+from manyhands.splits.timed_cuts import settle
 from manyhands.splits.versions import Double, StageWeights, Versions, refuse_autocast, refuse_derived
 
 TURN = Tag("pipeline-turn", carries="nothing")
@@ -133,6 +134,7 @@ class Streaming(Strategy):
     def setup(self, w: Worker) -> None:
         """This rank's stage and its passes; its row of the schedule; the mini-batches that are in flight."""
         self.index, count = self._stage_of(w)
+        self.cuts, self.facts = settle(self.cuts, w, count, w.batch_size // self.micro_batches)
         module = self.cuts.stages(w.model, count)[self.index]
         w.lay_out(module)
         depth = max(in_flight(row) for row in finite(self.schedule(len(w.workers)), 2 * len(w.workers)))
@@ -174,7 +176,8 @@ class Streaming(Strategy):
 
     def _take_in(self, w: Worker, batch: Batch) -> None:
         """Divide a mini-batch into pieces."""
-        samples, before = len(batch[0]), w.step * w.batch_size
+        batch, before = w.sized(batch), w.step * w.batch_size
+        samples = len(batch[0])
         count = self._pieces(w, samples)
         refuse_unless(samples >= count, "the number of samples", samples, f">= {count}, the number of micro-batches")
         for fields in zip(*(x.tensor_split(count) for x in batch), strict=True):
@@ -249,8 +252,9 @@ class Streaming(Strategy):
     # -- the end, checkpoints ---------------------------------------------------------------------
 
     def notes(self) -> Mapping[str, Any]:
-        """How many versions of its weights the stage keeps."""
-        return {"versions": self.weights.kept}
+        """How many versions of its weights the stage keeps; once, where the model is cut, if that was measured."""
+        facts, self.facts = self.facts, {}
+        return {"versions": self.weights.kept, **facts}
 
     def finish(self, w: Worker) -> None:
         """Drain."""
