@@ -18,7 +18,7 @@ NAMES = [
     *("pipelined-backprop", "small-batch-pipeline", "pipedream", "pipedream-2bw", "spectrain", "ddg"),
     *("features-replay", "dni", "weight-copies", "gpipe", "one-f-one-b", "interleaved", "zero-bubble"),
 ]
-RATES = {"spectrain": 0.01, "dni": 0.03, "weight-copies": 0.3}
+RATES = {"spectrain": 0.02, "dni": 0.03, "weight-copies": 0.3}
 """Where 0.1 is not the best one: SpecTrain has momentum, a copy has few mini-batches, and predicted errors add up."""
 LOST = {("weight-copies", 4): 0.03, ("dni", 2): 0.06, ("dni", 4): 0.13}
 """The accuracy that is lost after 400 mini-batches of digits, as the cards of these methods state; 0.02 for others."""

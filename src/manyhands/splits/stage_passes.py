@@ -135,7 +135,7 @@ class StagePasses:
         return _leaves(self._borrowed[m][0]) if self.index else []
 
     def _hand_up(self, m: int, fields: Batch, meta: Meta, out: Values, keep: Keep) -> None:
-        need_error = tuple(None if x is None else _needs_error(x, keep) for x in out)
+        need_error = tuple(None if x is None else needs_error(x, keep) for x in out)
         self._send(self._after(m), self._next_activation.of(m), (need_error, meta), out)
 
     def backward(self, m: int, share: float) -> None:
@@ -159,7 +159,7 @@ class StagePasses:
             return [torch.full_like(self._ends.pop(m), share)]
         message = self._borrow(m, self._error, self._after(m))
         (self.losses[m],) = message.meta[1]
-        return _values(message)
+        return values_of(message)
 
     def _hand_down(self, m: int, errors: Values) -> None:
         if self.index:
@@ -203,18 +203,18 @@ def _itself(loss: Tensor) -> Tensor:
     return loss
 
 
-def _needs_error(x: Tensor, keep: Keep) -> bool:
+def needs_error(x: Tensor, keep: Keep) -> bool:
     """Without a graph it is not known yet."""
     return x.requires_grad if keep == "graph" else x.is_floating_point()
 
 
-def _values(message: Message) -> Values:
+def values_of(message: Message) -> Values:
     """The values of a message; None for those that do not exist."""
     tensors = iter(message.tensors)
-    return [None if needs_error is None else next(tensors) for needs_error in message.meta[0]]
+    return [None if needs is None else next(tensors) for needs in message.meta[0]]
 
 
 def _leaves(message: Message) -> Values:
     """The same as leaves of a graph."""
-    values = zip(_values(message), message.meta[0], strict=True)
-    return [None if x is None else x.detach().requires_grad_(needs_error) for x, needs_error in values]
+    values = zip(values_of(message), message.meta[0], strict=True)
+    return [None if x is None else x.detach().requires_grad_(needs) for x, needs in values]

@@ -62,11 +62,11 @@ class SyntheticModel:
         self._w, self._rule, self._build, self._cut, self._key = w, rule, build, cut, key
         self.is_made = False
 
-    def make(self, inputs: int, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Make the network. `shape`: of a prediction for one sample."""
+    def make(self, inputs: int, shape: Sequence[int], like: Tensor) -> None:
+        """Make the network. `shape`: of a prediction for one sample; `like`: a tensor of the same kind."""
         self._w.seed_torch(self._w.workers.index(self._w.rank), 0, self._key)
-        self._inputs, self._shape, self._dtype = inputs, Size(shape), dtype
-        self._network = self._build(inputs, self._shape.numel()).to(dtype)
+        self._inputs, self._shape, self._dtype = inputs, Size(shape), like.dtype
+        self._network = self._build(inputs, self._shape.numel()).to(like)
         self._flat = Flat(dict(self._network.named_parameters()))
         self._slices = replica_slices(self._w.ops, self._flat, self._rule)
         self.is_made = True
@@ -122,7 +122,7 @@ class SyntheticModel:
 
     def _load(self, sizes: Tensor, weights: Saved, rule: Saved) -> None:
         inputs, *shape = sizes.tolist()
-        self.make(inputs, shape, next((x.dtype for x in weights.values()), torch.get_default_dtype()))
+        self.make(inputs, shape, next(iter(weights.values()), torch.empty(0)))
         if weights.keys() != {slot.name for slot in self._flat.slots}:
             had = (
                 f"the synthetic model at the cut {self._cut} had the parameters {', '.join(weights)} in the checkpoint"

@@ -13,7 +13,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.nn.functional import one_hot
 
 from manyhands.core.activation_meter import ActivationMeter
@@ -23,7 +23,7 @@ from manyhands.core.rule import Rule
 from manyhands.core.stage import Keep, Values
 from manyhands.core.strategy import Batch
 from manyhands.core.worker import Worker
-from manyhands.splits.stage_passes import StagePasses
+from manyhands.splits.stage_passes import StagePasses, needs_error, values_of
 from manyhands.splits.synthetic import Build, SyntheticModel
 
 KEYS = M_KEY, I_KEY = 1, 2
@@ -66,6 +66,8 @@ class SyntheticPasses(StagePasses):
         self.inputs = SyntheticModel(w, rule, build, names[0], I_KEY)
         self._classes = next((x.out_features for x in reversed([*w.model.modules()]) if isinstance(x, nn.Linear)), 0)
         self._seen_by_errors: dict[int, Tensor] = {}
+        self._shapes: dict[int, list[Size | None]] = {}
+        """Of what was sent: skip connections too; None: it needs no error."""
         self._seen_by_inputs: dict[int, Tensor] = {}
         self.newest_loss = math.nan
         """NaN: none is known yet."""
@@ -75,12 +77,15 @@ class SyntheticPasses(StagePasses):
 
     def _hand_up(self, m: int, fields: Batch, meta: Meta, out: Values, keep: Keep) -> None:
         super()._hand_up(m, fields, meta, out, keep)
-        h = _only(out)
-        bound = f"{len(fields[0])}: it is the number of samples"
-        refuse_unless(len(h) == len(fields[0]), "the first dimension of an activation", len(h), bound)
-        seen = self._seen_by_errors[m] = self._conditions(_rows(h), fields[-1])
+        wanted = [x.detach() if x is not None and needs_error(x, keep) else None for x in out]
+        for x in (x for x in wanted if x is not None):
+            bound = f"{len(fields[0])}: it is the number of samples"
+            refuse_unless(len(x) == len(fields[0]), "the first dimension of an activation", len(x), bound)
+        self._shapes[m] = [None if x is None else x.shape for x in wanted]
+        h = torch.cat([_rows(x) for x in wanted if x is not None], 1)
+        seen = self._seen_by_errors[m] = self._conditions(h, fields[-1])
         if not self.errors.is_made:
-            self.errors.make(seen.shape[1], h.shape[1:], h.dtype)
+            self.errors.make(seen.shape[1], h.shape[1:], h)
 
     def _received(self, m: int, fields: Batch) -> Values:
         """The first mini-batch of a run has the real activation, because its size is not known before."""
@@ -93,7 +98,7 @@ class SyntheticPasses(StagePasses):
                 why = f"the data are {fields[0].dtype}, but must be floating-point numbers"
                 raise Refused(f"synthetic_inputs is True: {why}")
             h = _only(values)
-            self.inputs.make(_rows(fields[0]).shape[1], h.shape[1:], h.dtype)
+            self.inputs.make(_rows(fields[0]).shape[1], h.shape[1:], h)
         return values
 
     def _errors_of(self, m: int, share: float) -> Values:
@@ -103,14 +108,20 @@ class SyntheticPasses(StagePasses):
             return super()._errors_of(m, share)
         self.losses[m] = self.newest_loss
         seen = self._seen_by_errors[m]
-        return [self.errors.predict(seen).mul_(share / len(seen))]
+        shapes, predicted = self._shapes[m], self.errors.predict(seen).mul_(share / len(seen))
+        sizes = [shape[1:].numel() for shape in shapes if shape is not None]
+        parts = iter(torch.split(predicted, sizes, 1))
+        return [None if shape is None else next(parts).view(shape) for shape in shapes]
 
     def learn(self, m: int, samples: int) -> None:
         """L(m): M and I learn from what has come; `samples`: how many the run had consumed before m."""
         if self.index < self.last:
             message = recv(self._members, self._error.of(m), frm=self._after(m))
-            (error,), (_, (self.newest_loss,)) = message.tensors, message.meta
-            self.errors.learn(self._seen_by_errors.pop(m), error * len(error), samples)
+            (self.newest_loss,) = message.meta[1]
+            seen, shapes = self._seen_by_errors.pop(m), self._shapes.pop(m)
+            pairs = [(shape, x) for shape, x in zip(shapes, values_of(message), strict=True) if shape is not None]
+            errors = [seen.new_zeros(shape) if x is None else x for shape, x in pairs]
+            self.errors.learn(seen, torch.cat([_rows(x) for x in errors], 1) * len(seen), samples)
             message.release()
         if m in self._seen_by_inputs:
             message = recv(self._members, self._activation.of(m), frm=self._before(m))
@@ -124,16 +135,16 @@ class SyntheticPasses(StagePasses):
         refuse_unless(len(target) == len(h), "the number of targets", len(target), f"{len(h)}, one for each sample")
         if not target.is_floating_point():
             bound = f">= 0 and < {self._classes}, the outputs of the last linear layer, if M is conditional"
-            for extreme in (int(target.min()), int(target.max())):
+            for extreme in () if self._w.task.sizes_only else (int(target.min()), int(target.max())):
                 refuse_unless(0 <= extreme < self._classes, "a target", extreme, bound)
             target = one_hot(target.long(), self._classes)
         return torch.cat([h, _rows(target).to(h.dtype)], 1)
 
 
 def _only(values: Values) -> Tensor:
-    """The activation; skip connections over the cut are refused."""
+    """The activation, if nothing else travels."""
     if len(values) != 1 or values[0] is None:
-        raise Refused(f"{len(values)} values travel over a cut, but one activation can be predicted: cut elsewhere")
+        raise Refused(f"{len(values)} values travel over a cut, but synthetic_inputs predicts one activation")
     return values[0].detach()
 
 
