@@ -118,9 +118,12 @@ def test_one_worker_is_refused():
 
 def bytes_of_a_step(strategy, widths, samples, workers):
     """Of all ranks in virtual time: of a run, beyond those of one that is a step shorter."""
-    layers = [part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.Tanh())]
+
+    def model():
+        return nn.Sequential(*[part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.Tanh())][:-1])
+
     data = TensorDataset(torch.randn(100, widths[0]), torch.randn(100, widths[-1]))
-    task = mh.Task(lambda: nn.Sequential(*layers[:-1]), data, mse_loss, batch_size=samples)
+    task = mh.Task(model, data, mse_loss, batch_size=samples)
     runs = [mh.train(task, strategy, cluster=mh.Cluster(workers=workers), steps=steps).bytes_sent for steps in (2, 3)]
     return runs[1] - runs[0]
 
