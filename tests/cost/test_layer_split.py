@@ -114,3 +114,25 @@ def test_stages_only_of_a_chain():
 def test_one_worker_is_refused():
     with pytest.raises(mh.Refused, match="workers is 1, but must be >= 2"):
         placement(model_cost(load("alexnet")), 1)
+
+
+def bytes_of_a_step(strategy, widths, samples, workers):
+    """Of all ranks in virtual time: of a run, beyond those of one that is a step shorter."""
+
+    def model():
+        return nn.Sequential(*[part for pair in pairwise(widths) for part in (nn.Linear(*pair), nn.Tanh())][:-1])
+
+    data = TensorDataset(torch.randn(100, widths[0]), torch.randn(100, widths[-1]))
+    task = mh.Task(model, data, mse_loss, batch_size=samples)
+    runs = [mh.train(task, strategy, cluster=mh.Cluster(workers=workers), steps=steps).bytes_sent for steps in (2, 3)]
+    return runs[1] - runs[0]
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_formulas_are_what_slices_send(workers):
+    widths, samples = (8, 24, 16, 8, 8), 20
+    layers = [LayerSize(*(4 * x for x in one[:3])) for one in chain(*widths)]
+    gathered, paired = (workers * sent(layers, ways, samples, workers) for ways in (("out",) * 4, ("out", "in") * 2))
+    assert bytes_of_a_step(mh.neuron_split(), widths, samples, workers) == gathered
+    row_biases = 4 * (16 + 8) * (workers - 1)
+    assert bytes_of_a_step(mh.tensor_parallel(), widths, samples, workers) == paired + row_biases

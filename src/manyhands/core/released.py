@@ -7,11 +7,14 @@ import math
 import torch
 
 from manyhands.core.flat import Flat
+from manyhands.core.vector_ops import UNCHARGED
 
 
 def release(flat: Flat) -> None:
     """Free the memory of weights and gradients: all are views of one zero."""
-    if not flat.is_meta:  # then it may be that of other ranks too, and takes no memory
+    if UNCHARGED.computes(
+        *(group.weights for group in flat.groups)
+    ):  # one of sizes only may be that of other ranks too
         release_gradients(flat)
         release_weights(flat, 0.0)
 
