@@ -167,8 +167,7 @@ class ConvFc:
         """Move the back by the gradient of a sub-step, and forget that gradient."""
         self._owned_back.restore()
         for slot in self._back_slots:
-            w.flat.parameter(slot).add_(w.flat.gradient_of(slot), alpha=-rate)
-        w.flat.forget(self._back_slots)
+            w.flat.parameter(slot).add_(w.flat.take_back(slot), alpha=-rate)
         assert w.pass_thread is not None
         w.pass_thread.ask(self._owned_back.share)
 
