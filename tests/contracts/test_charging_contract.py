@@ -253,8 +253,9 @@ def test_a_method_that_computes_by_itself_is_found(written):
     assert counts[1] - counts[0] == 2 * 3 * 4 * weights, "of 2 workers in 3 steps, 4 bytes each"
 
 
-NEED_NUMBERS = {name.replace("_", "-") for name in catalog.pipelines.__all__} | {"sandblaster"}
-"""They cut a model where it runs, or search along a line for less loss."""
+DIVIDE_THE_MODEL = (*catalog.pipelines.__all__, *catalog.slices.__all__)
+NEED_NUMBERS = {name.replace("_", "-") for name in DIVIDE_THE_MODEL} | {"sandblaster"}
+"""They cut a model where it runs, join its slices there, or search along a line for less loss."""
 SIZES_VARY = {"sparcml", "strom"}
 """The size of what they send depends on the numbers, and is an estimate without them."""
 

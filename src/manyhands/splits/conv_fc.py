@@ -100,10 +100,10 @@ class ConvFc:
         """Join the team."""
         several = self.substep_lr is not None and len(w.workers) > 1
         refuse_unless(not several, "substep_lr", self.substep_lr, "None with several teams: their weights would differ")
-        if members.size == 1:
-            return
         if w.task.loss is None or w.task.sizes_only:
             raise Refused(NEEDS)
+        if members.size == 1:
+            return
         part = w.trained
         assert isinstance(part, SlicePart)
         w.team = self

@@ -74,10 +74,10 @@ class Sliced:
 
     def begin(self, w: Worker, members: Transport) -> None:
         """Join the team: passes run where they may wait for the others."""
-        if members.size == 1:
-            return
         if w.task.gradient is not None or w.task.sizes_only:
             raise Refused(NEEDS)
+        if members.size == 1:
+            return
         assert isinstance(w.trained, SlicePart)
         w.team, self._passes = self, SlicePasses(w, members, w.trained)
 
