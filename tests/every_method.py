@@ -25,8 +25,8 @@ NARROW = {
     "filter-split": functools.partial(mh.filter_split, ranks=1),
     "channel-split": functools.partial(mh.channel_split, ranks=1),
 }
-"""With all workers in one pipeline the first would need twice as many layers as workers. The others divide convolutions,
-of which the small tasks have none (tests/end_to_end/test_slices.py has some)."""
+"""With all workers in one pipeline the first would need twice as many layers as workers. The others divide
+convolutions, of which the small tasks have none (tests/end_to_end/test_slices.py has some)."""
 EVERY = METHODS | VARIANTS | NARROW
 BATCH_SIZE, SAMPLES = 32, 1437
 """Those of digits."""
