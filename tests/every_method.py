@@ -20,8 +20,13 @@ VARIANTS = {
     "terngrad with one scale": functools.partial(mh.terngrad, shared_scale=True),
 }
 """Other loops behind the same names."""
-NARROW = {"interleaved": functools.partial(mh.interleaved, stages=2)}
-"""With all workers in one pipeline it would need twice as many layers as workers."""
+NARROW = {
+    "interleaved": functools.partial(mh.interleaved, stages=2),
+    "filter-split": functools.partial(mh.filter_split, ranks=1),
+    "channel-split": functools.partial(mh.channel_split, ranks=1),
+}
+"""With all workers in one pipeline the first would need twice as many layers as workers. The others divide
+convolutions, of which the small tasks have none (tests/end_to_end/test_slices.py has some)."""
 EVERY = METHODS | VARIANTS | NARROW
 BATCH_SIZE, SAMPLES = 32, 1437
 """Those of digits."""

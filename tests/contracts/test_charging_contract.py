@@ -258,8 +258,8 @@ def test_a_method_that_computes_by_itself_is_found(written):
     assert counts[1] - counts[0] == 2 * 3 * 4 * weights, "of 2 workers in 3 steps, 4 bytes each"
 
 
-NEED_NUMBERS = {"sandblaster"}
-"""It searches along a line for less loss."""
+NEED_NUMBERS = {name.replace("_", "-") for name in catalog.slices.__all__} | {"sandblaster"}
+"""They join slices while the model runs, or search along a line for less loss."""
 SIZES_VARY = {"sparcml", "strom"}
 """The size of what they send depends on the numbers, and is an estimate without them."""
 

@@ -20,6 +20,8 @@ METHODS = {
     "gossip by push": lambda: mh.gossip(mode="push"),
     "gossip in pairs": lambda: mh.gossip(mode="pairwise"),
     "interleaved": lambda: mh.interleaved(stages=2),
+    "filter-split": lambda: mh.filter_split(ranks=1),
+    "channel-split": lambda: mh.channel_split(ranks=1),
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
 

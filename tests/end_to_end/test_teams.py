@@ -112,8 +112,8 @@ def test_a_method_whose_parts_cannot_be_trained_separately_is_refused(name):
 
 
 def test_which_methods_are_refused():
-    pipelines = {name.replace("_", "-") for name in catalog.pipelines.__all__}
-    assert {"sandblaster", "backup-workers", "k-sync", "k-async"} | pipelines == REFUSED
+    divided = {name.replace("_", "-") for name in (*catalog.pipelines.__all__, *catalog.slices.__all__)}
+    assert {"sandblaster", "backup-workers", "k-sync", "k-async"} | divided == REFUSED
 
 
 @pytest.mark.parametrize(

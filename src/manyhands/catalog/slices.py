@@ -8,8 +8,8 @@ from manyhands.core.errors import refuse_unless
 from manyhands.core.rule import Rule
 from manyhands.core.team import Team
 from manyhands.rules import Sgd
-from manyhands.splits.conv_fc import ConvFc, Scheme
-from manyhands.splits.piped import FlushingSchedule, Piped
+from manyhands.splits.conv_fc import ConvFc
+from manyhands.splits.piped import Piped
 from manyhands.splits.sliced import Sliced
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
@@ -123,7 +123,7 @@ def tensor_parallel(ranks: int = 0, plan: str = "", lr: float = 0.1, rule: Rule 
 
 
 def one_weird_trick(
-    scheme: Scheme = "a",
+    scheme: Literal["a", "b", "c"] = "a",
     update: Literal["once", "each"] = "once",
     ranks: int = 0,
     lr: float = 0.1,
@@ -168,7 +168,7 @@ def mesh(
     pipeline: int = 1,
     tensor: int = 1,
     micro_batches: int = 1,
-    schedule: FlushingSchedule = "one-f-one-b",
+    schedule: Literal["gpipe", "one-f-one-b", "interleaved", "zero-bubble"] = "one-f-one-b",
     lr: float = 0.1,
     rule: Rule | None = None,
 ) -> Grid:

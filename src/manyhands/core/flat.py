@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.core.errors import ManyhandsError, Refused
-from manyhands.core.model_check import refuse_overlaps
+from manyhands.core.model_check import refuse_overlaps, refuse_strides
 
 BUCKET_BYTES = 4 * 2**20
 
@@ -123,6 +123,7 @@ class Flat:
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         _refuse_misfits(self._parameters)
         refuse_overlaps(parameters)
+        refuse_strides(self._parameters)
         group = {name: number for number, names in enumerate(groups) for name in names}
         names_of: dict[tuple[int, torch.dtype], list[str]] = {}
         for name, p in self._parameters.items():
@@ -254,20 +255,9 @@ class Flat:
         self.open()
         self._arrived.update((slot.name, slot) for slot in slots)
 
-    def forget(self, slots: Iterable[ParamSlot]) -> None:
-        """Within a step: these gradients count as if they had not arrived, because they have been applied."""
-        for slot in slots:
-            self._arrived.pop(slot.name, None)
-
-    def arrived(self, slot: ParamSlot) -> Tensor:
-        """One parameter's gradient within a step; zeros if none has arrived."""
-        gradient = self.gradient_of(slot)
-        return gradient if slot.name in self._arrived else torch.zeros_like(gradient)
-
-    def replace(self, slot: ParamSlot, grad: Tensor) -> None:
-        """Within a step: store another gradient in place of what has arrived."""
-        self._arrived[slot.name] = slot
-        self.gradient_of(slot).copy_(grad)
+    def take_back(self, slot: ParamSlot) -> Tensor:
+        """Within a step: the gradient that has arrived, unscaled, as if it had not; zeros if none has."""
+        return self.gradient_of(slot) * (1 / self.scale if self._arrived.pop(slot.name, None) else 0.0)
 
     def parameter(self, slot: ParamSlot) -> nn.Parameter:
         return self._parameters[slot.name]
@@ -377,7 +367,5 @@ class Flat:
 
 def _refuse_misfits(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, p in parameters.items():
-        if not p.is_contiguous():
-            raise Refused(f"{name} is laid out with strides {p.stride()}, but must be contiguous (no channels-last)")
         if is_watched(p):
             raise Refused(f"{name} already has gradient hooks, but a model can be joined only once")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise, zip_longest
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from manyhands.core.errors import Refused
@@ -58,6 +58,13 @@ def _words(entry: _Entry | None) -> str:
         return "nothing more"
     name, shape, dtype, properties = entry
     return f"{name} {list(shape)} of {dtype.removeprefix('torch.')}{properties}"
+
+
+def refuse_strides(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that no view of a flat tensor can replace."""
+    for name, p in parameters.items():
+        if not p.is_contiguous():
+            raise Refused(f"{name} is laid out with strides {p.stride()}, but must be contiguous (no channels-last)")
 
 
 def refuse_overlaps(parameters: Mapping[str, nn.Parameter]) -> None:

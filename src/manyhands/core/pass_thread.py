@@ -44,7 +44,7 @@ class _Turns:
         self.error: BaseException | None = None
 
     def to_thread(self) -> BaseException | None:
-        """Let the thread continue until it asks or ends; an error (an interrupt) that this side got in between."""
+        """Let the thread continue until it asks or ends; an error (an interrupt) that this side got while it waited."""
         interrupt = None
         self._thread_may.release()
         while True:

@@ -103,10 +103,10 @@ class ConvFc:
         """Join the team."""
         several = self.substep_lr is not None and len(w.workers) > 1
         refuse_unless(not several, "substep_lr", self.substep_lr, "None with several teams: their weights would differ")
-        if members.size == 1:
-            return
         if w.task.loss is None or w.task.sizes_only:
             raise Refused(NEEDS)
+        if members.size == 1:
+            return
         part = w.trained
         assert isinstance(part, SlicePart)
         w.team = self
@@ -170,8 +170,7 @@ class ConvFc:
         """Move the back by the gradient of a sub-step, and forget that gradient."""
         self._owned_back.restore()
         for slot in self._back_slots:
-            w.flat.parameter(slot).add_(w.flat.gradient_of(slot), alpha=-rate)
-        w.flat.forget(self._back_slots)
+            w.flat.parameter(slot).add_(w.flat.take_back(slot), alpha=-rate)
         assert w.pass_thread is not None
         w.pass_thread.ask(self._owned_back.share)
 

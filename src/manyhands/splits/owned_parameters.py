@@ -141,7 +141,7 @@ class OwnedParameters:
             for name in by_owner[self._index]:
                 slot = self._slots[name]
                 assert slot is not None
-                self._flat.replace(slot, total[start : start + slot.span.numel].view(slot.shape))
+                self._flat.put(slot, total[start : start + slot.span.numel].view(slot.shape))
                 start += slot.span.numel
         self._end()
 
@@ -149,7 +149,7 @@ class OwnedParameters:
         """What this rank has computed; zeros if it has not used the parameter."""
         slot, p = self._slots[name], self._parameters[name]
         if slot is not None:
-            return self._flat.arrived(slot)
+            return self._flat.take_back(slot)
         return torch.zeros_like(p) if p.grad is None else p.grad.to_dense() if p.grad.is_sparse else p.grad
 
     def _compare(self, loss: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from manyhands.core.errors import Refused
 from manyhands.core.port import Transport
+from manyhands.core.task import Task
 from manyhands.core.worker import Worker
 from manyhands.splits.owned_parameters import OwnedParameters, SlicePart
 from manyhands.splits.slice_exchange import SliceExchange
@@ -25,8 +26,7 @@ class SlicePasses:
     """
 
     def __init__(self, w: Worker, members: Transport, part: SlicePart) -> None:
-        if w.task.gradient is not None or w.task.sizes_only:
-            raise Refused("slices need a task with a loss function and real data")
+        refuse_task(w.task)
         self.exchange = SliceExchange(members, w.wait_in_passes())
         self.layers = SliceLayers(part.layers, self.exchange)
         """A context."""
@@ -39,3 +39,9 @@ class SlicePasses:
     def finish(self, loss: float) -> None:
         """After the passes of a step, whose loss this is."""
         self._owned.finish(loss)
+
+
+def refuse_task(task: Task) -> None:
+    """Refuse a task that slices cannot train."""
+    if task.gradient is not None or task.sizes_only:
+        raise Refused("slices need a task with a loss function and real data")

@@ -24,7 +24,7 @@ from manyhands.core.strategy import Batch
 from manyhands.core.team import Origin
 from manyhands.core.worker import Worker
 from manyhands.splits.owned_parameters import SlicePart, owners
-from manyhands.splits.slice_passes import SlicePasses
+from manyhands.splits.slice_passes import SlicePasses, refuse_task
 from manyhands.splits.slice_plan import SlicedLayer, SliceKind, refuse_nothing_cut, slice_plan
 
 
@@ -75,6 +75,7 @@ class Sliced:
 
     def begin(self, w: Worker, members: Transport) -> None:
         """Join the team: passes run where they may wait for the others."""
+        refuse_task(w.task)
         if members.size == 1:
             return
         assert isinstance(w.trained, SlicePart)
