@@ -477,7 +477,7 @@ def weight_copies(
     Each copy is trained by plain SGD, with no staleness: data parallelism in time, in which a copy has 1/(2K-1) of the
     mini-batches. With four stages and mini-batches of 32 the accuracy on digits after 400 is 0.94 at a rate of 0.3, and
     that of SGD 0.97 at 0.1; the loss on a text of characters after 600 is 2.89 nats instead of 2.65. With two stages
-    neither is worse than that of SGD. A round drains the pipeline. Rules keep their memory over an average. A pause
+    both are about as good as with SGD. A round drains the pipeline. Rules keep their memory over an average. A pause
     (checkpoint, evaluation, end) ends a round; the answer is the mean. A checkpoint can be resumed with as many stages
     only. Memory: 2K-1 versions. At K = 1 it is SGD. A lost worker ends the run.
 

@@ -121,7 +121,7 @@ def pipeline_cost(task: Task, plan: PipelinePlan, batch_size: int | None = None)
 
 
 def _idle(spent: float, seconds: float) -> float:
-    return max(0.0, 1 - spent / seconds)
+    return max(0.0, round(1 - spent / seconds, 9))  # not the rounding of a sum of seconds
 
 
 def _duration(work: Sequence[Work], sizes: Sequence[int], keep: Keep) -> Duration:

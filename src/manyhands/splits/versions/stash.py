@@ -1,7 +1,8 @@
 """Stash: the backward pass of a mini-batch uses the same weights as its forward pass (PipeDream).
 
 There is one copy of the weights per version, from the first F that uses it to the last update; mini-batches of one
-version share it. Stage s of K has at most K - s versions under 1F1B.
+version share it. Stage s of K has at most K - s versions under 1F1B. The last stage needs no copy, because nothing is
+updated between its two passes of a mini-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Stash(Versions):
     def forward(self, m: int, seen: int | None) -> tuple[list[Tensor], int | None]:
         """The copy of the current version, for both passes."""
         self.used[m] = self.version
-        return self.copied(), None
+        is_last = self.stage.index == self.stage.stages - 1
+        return self.stage.live if is_last else self.copied(), None
 
     def copied(self) -> list[Tensor]:
         """A copy of the live weights, the same one until the next update."""
