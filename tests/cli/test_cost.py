@@ -78,7 +78,7 @@ def test_refusals(capsys):
         (["cost", "mnist"], "the task mnist needs --data DIR"),
         (["cost", "vgg"], "there is no task 'vgg': did you mean vgg16?"),
         (["cost", "digits", "--batch-size", "0"], "batch_size is 0, but must be >= 1"),
-        (["cost", "digits", "--workers", "3"], "workers is 3, but must be left out without --split"),
+        (["cost", "digits", "--workers", "3"], "workers is 3, but must be left out without --method or --split"),
         (["cost", "digits", "--split", "--workers", "1"], "workers is 1, but must be >= 2"),
         (["cost"], "TASK"),
     ):
