@@ -93,7 +93,7 @@ def _copies(model: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def _load(model: nn.Module, message: Message) -> None:
     for own, x in zip(_state(model), message.tensors, strict=True):
-        own.copy_(x)
+        _fill(own, x)
     message.release()
 
 
@@ -101,7 +101,15 @@ def _load(model: nn.Module, message: Message) -> None:
 def _load_named(model: nn.Module, answer: Weights) -> None:
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, x in answer.items():
-        state[name].copy_(x)
+        _fill(state[name], x)
+
+
+def _fill(own: Tensor, x: Tensor) -> None:
+    """Copy a whole tensor of the answer; a rank that had a slice of it has memory for the whole from now on."""
+    if own.shape == x.shape:
+        own.copy_(x)
+    else:
+        own.data = x.to(own.device, copy=True)
 
 
 def release_model(model: nn.Module) -> None:
