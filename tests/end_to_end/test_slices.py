@@ -14,6 +14,7 @@ import manyhands as mh
 from manyhands.core.param_cut import keep_slices
 from manyhands.core.worker import Worker
 from manyhands.rules import Adam, ClipNorm, Sgd, chain
+from manyhands.run.join import Hands
 from manyhands.run.methods import over_team
 from manyhands.splits.conv_fc import ConvFc
 from manyhands.splits.piped import Piped
@@ -381,6 +382,30 @@ def test_a_team_is_chosen_by_its_text():
     team = over_team(mh.bsp(), "piped(2, of=sliced(2, plan='0=column 2=row'))").team
     assert team == Piped(2, of=Sliced(2, plan={"0": "column", "2": "row"}))
     assert over_team(mh.bsp(), "conv_fc(2, 'b')").team == ConvFc(2, "b")
+
+
+def own_loop(team, transport):
+    """A user's loop: the last loss, the shapes in training, the answer, and the model after the loop."""
+    made, model = plain_task(), plain_task().build(0)
+    with Hands(transport, model, loss=cross_entropy, strategy=over_team(mh.bsp(lr=0.3), team)) as hands:
+        for x, y in hands.share(made.data, batch_size=8, epochs=1):
+            loss = hands.step(x, y)
+        shapes = [p.shape for p in model.parameters()]
+        with hands.answer() as whole, torch.no_grad():
+            answer = whole(made.data.tensors[0])
+    return loss, shapes, answer, [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_loop_of_ones_own_trains_slices_and_gets_the_whole_model():
+    plain = simulate(Cluster(workers=2), partial(own_loop, None)).results
+    found = simulate(Cluster(workers=4), partial(own_loop, "sliced(2)")).results
+    for rank, (loss, shapes, answer, after) in enumerate(found):
+        assert loss == pytest.approx(plain[rank // 2][0], abs=1e-12)
+        assert shapes[0] == (4, 6)
+        assert torch.allclose(answer, plain[0][2], rtol=0, atol=1e-12)
+        assert all(
+            torch.allclose(one, other, rtol=0, atol=1e-12) for one, other in zip(after, plain[0][3], strict=True)
+        )
 
 
 # -- refusals --------------------------------------------------------------------------------------------

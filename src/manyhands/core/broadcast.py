@@ -124,7 +124,7 @@ def _put(x: Tensor, own: Tensor) -> None:
     if own.shape == x.shape:
         own.copy_(x)
     else:
-        own.data = x.clone()
+        own.data = x.to(own.device, copy=True)
 
 
 def release_model(model: nn.Module) -> None:
