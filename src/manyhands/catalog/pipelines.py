@@ -347,7 +347,7 @@ def _counts(replicas: Sequence[int] | str) -> tuple[int, ...]:
     try:
         counts = tuple(int(word) for word in words)
     except ValueError:
-        raise Refused(f"replicas is {replicas!r}, but must be whole numbers, such as '2,1'") from None
+        raise Refused(f"replicas is {replicas!r}, but must be whole numbers, such as '2,1', or 'planned'") from None
     refuse_unless(all(count >= 1 for count in counts), "replicas", replicas, "numbers >= 1")
     return counts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.cli.output import console, print_table
 from manyhands.core.errors import Refused
-from manyhands.report.theme import bytes_text, share_text
+from manyhands.report.theme import bytes_text, plural, share_text
 
 if TYPE_CHECKING:
     from manyhands.core.task import Task
@@ -80,8 +80,9 @@ def sentences(task: str, method: str, cost: PipelineCost) -> Iterator[str]:
     yield f"{method} on {task}: mini-batches of {cost.batch_size} samples in {parts}."
     if cost.chosen:
         begins = ["", *(f", from layer {name}," for name in cost.chosen["cut"].split())]
-        stages = zip(begins, cost.chosen["stage_replicas"], strict=True)
-        yield "Planned: " + "; ".join(f"stage {s}{begin} on {r} ranks" for s, (begin, r) in enumerate(stages)) + "."
+        counts = [plural(replicas, "rank") for replicas in cost.chosen["stage_replicas"]]
+        stages = [f"stage {s}{pair[0]} on {pair[1]}" for s, pair in enumerate(zip(begins, counts, strict=True))]
+        yield f"Planned: {'; '.join(stages)}."
     yield (
         f"Its ranks are idle {share_text(cost.idle)} of the time, so that it is {cost.speedup:.2f} times as fast as "
         "one worker, if messages take no time."
