@@ -115,12 +115,19 @@ def failing():
     return mh.Task(lambda: nn.Sequential(nn.Linear(3, 3)), data, nn.functional.mse_loss).build(0)
 
 
+def twice():
+    model = nn.Sequential(*[nn.Linear(3, 3)] * 2)
+    note_example(model, (torch.ones(2, 3),))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (Other, "the model is a Other, and plans are made for the layers of an nn.Sequential: make it one, or give"),
         (lambda: nn.Sequential(nn.Linear(3, 3)), r"inputs of the model are not known.* mh.join\(example=\(x,\)\)"),
         (lambda: nn.Sequential(nn.ReLU()), "the number of layers with parameters is 0, but must be >= 1"),
+        (twice, "layer 1 is in the model twice, and a stage needs its own"),
         (failing, "the work of the model cannot be counted: a forward pass over the first sample failed"),
     ],
 )

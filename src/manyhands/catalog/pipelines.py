@@ -300,7 +300,7 @@ def pipedream(
     with t from counted operations, 50 GFLOP in a second, in place of the paper's measured seconds, so that all ranks
     and both worlds have the same plan. A stage begins at a layer with parameters of an nn.Sequential. If one stage on
     all workers is fastest, it is run, as the paper does with ResNet-50: that is data parallelism with the sum of the
-    gradients, not their mean, and without bsp's all-reduce, which sends fewer bytes.
+    gradients, not their mean, and without bsp's all-reduce, which sends fewer bytes among more than two workers.
 
     Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
     Loops: strategies/streaming.py Streaming.step; splits/schedules/alternating.py alternating;

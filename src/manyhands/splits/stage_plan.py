@@ -73,12 +73,16 @@ def chain_costs(model: nn.Module, samples: int) -> ChainCosts:
         )
     groups = _groups(dict(_layers(model)))
     refuse_unless(bool(groups), "the number of layers with parameters", 0, ">= 1")
+    names = [next(iter(group)) for group in groups]
     work, received = _counted(model)
-    per_operation = samples * work.total / REFERENCE_FLOPS
+    for name in names:
+        if name not in received:
+            raise Refused(f"replicas is 'planned', but layer {name} is in the model twice, and a stage needs its own")
+    seconds = samples * work.total / REFERENCE_FLOPS
     return ChainCosts(
-        [next(iter(group)) for group in groups],
-        [per_operation * sum(_share(work, name).total for name in group) for group in groups],
-        [*(samples * received[next(iter(group))] for group in groups[1:]), 0.0],
+        names,
+        [seconds * sum(_share(work, name).total for name in group) for group in groups],
+        [*(samples * received[name] for name in names[1:]), 0.0],
         [float(sum(_parameter_bytes(layer) for layer in group.values())) for group in groups],
     )
 
