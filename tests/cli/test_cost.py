@@ -111,11 +111,27 @@ def test_the_ranks_of_a_pipeline_as_one_object(capsys):
     assert first["total"] == sum(first[kind] for kind in kinds) and first["in_flight"] == 2 and first["versions"] == 1
 
 
+def test_planned_stages_are_shown_with_their_replicas(capsys):
+    words = ["cost", "vgg16", "--method", "pipedream:replicas=planned,bandwidth=100Mbit", "--workers", "4"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "Planned: stage 0 on 3 ranks; stage 1, from layer 21, on 1 rank." in out
+    assert [line.split()[:2] for line in out.splitlines() if line.split()[2:3] in (["5,275,456"], ["133,082,088"])] == [
+        ["0", "0"],
+        ["1", "0"],
+        ["2", "0"],
+        ["3", "1"],
+    ]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"] == {"cut": "21", "stage_replicas": [3, 1]}
+
+
 def test_what_has_no_ranks_to_predict_is_refused(capsys):
     for words, message in (
         (["--method", "bsp"], "bsp divides no model among its workers"),
         (["--method", "gpipe", "--workers", "5"], "the number of stages is 5, but must be <= 4"),
         (["--method", "pipedream-2bw:micro_batches=2"], "micro_batches is 2, but must be >= 3"),
+        (["--method", "pipedream:replicas=planned,cut=2"], "cut is 2, but must be left out: replicas is 'planned'"),
         (["--workers", "2"], "workers is 2, but must be left out without --method"),
         (["--method", "gpipe", "--workers", "0"], "workers is 0, but must be >= 1"),
     ):

@@ -124,6 +124,16 @@ def test_where_stages_take_equal_time_is_measured_and_known_to_all_ranks(name, q
     assert timed.weights_sha256 == named.weights_sha256 and ranks == {0, 1}
 
 
+def test_planned_stages_are_those_of_virtual_time(quickly):
+    strategy = mh.pipedream(replicas="planned", bandwidth="1Gbit")
+    virtual = mh.train("digits", strategy, cluster=mh.Cluster(3), steps=6)
+    real = mh.train("digits", strategy, workers=3, steps=6)
+    found = [line for line in real.records if "stage_replicas" in line]
+    assert {line["rank"] for line in found} == {0, 1, 2}
+    assert all((line["cut"], line["stage_replicas"]) == ("6", [1, 2]) for line in found)
+    assert real.weights_sha256 == virtual.weights_sha256
+
+
 def test_the_servers_of_teams_know_it_too(quickly):
     result = mh.train(words(), mh.ssp(), team=mh.piped(2, balance="time"), workers=4, servers=1, steps=4)
     assert measured(result)[1] == {0, 1, 2, 3}

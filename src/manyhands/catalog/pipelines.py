@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from manyhands.core.errors import Refused, refuse_unless
 from manyhands.core.rule import Rule
+from manyhands.core.units import bytes_per_second
 from manyhands.rules import Adam, Momentum, Sgd
 from manyhands.splits import schedules
 from manyhands.splits.cuts import Cuts
@@ -25,6 +26,7 @@ from manyhands.splits.versions import (
 )
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
+from manyhands.strategies.planned import Planned
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.streaming import Streaming
 from manyhands.strategies.synthetic import Synthetic
@@ -268,6 +270,7 @@ def pipedream(
     lr: float = 0.1,
     vertical_sync: bool = False,
     replicas: Sequence[int] | str = "",
+    bandwidth: float | str | None = None,
     rule: Rule | None = None,
     cut: Names = None,
     balance: Balance = "work",
@@ -290,28 +293,53 @@ def pipedream(
     large; the sum with one rate counts every mini-batch alike on all stages. A last round may be smaller. A checkpoint
     can be resumed with other replicas. A lost worker ends the run.
 
+    replicas="planned": the paper's partitioner chooses the stages and the replicas of each for the workers of the run:
+
+        T(i..j, m) = 1/m max(sum t_i..t_j, 2(m-1)/B sum w_i..w_j);  the slowest stage or link is as fast as possible
+
+    with t from counted operations, 50 GFLOP in a second, in place of the paper's measured seconds, so that all ranks
+    and both worlds have the same plan. A stage begins at a layer with parameters of an nn.Sequential. If one stage on
+    all workers is fastest, it is run, as the paper does with ResNet-50: that is data parallelism with the sum of the
+    gradients, not their mean, and without bsp's all-reduce, which sends fewer bytes among more than two workers.
+
     Reference: D. Narayanan et al., PipeDream: generalized pipeline parallelism for DNN training, 2019
     Loops: strategies/streaming.py Streaming.step; splits/schedules/alternating.py alternating;
         splits/versions/stash.py Stash; splits/versions/aligned.py Aligned; strategies/replicated.py Replicated;
-        splits/schedules/round_robin.py round_robin
+        splits/schedules/round_robin.py round_robin; strategies/planned.py Planned; splits/stage_plan.py stage_plan;
+        splits/partition.py partition
 
     Args:
         lr: eta, the learning rate.
         vertical_sync: whether a mini-batch sees one version on all stages, the one that stage 0 had.
         replicas: r, how many ranks have each stage, such as "2,1" for two of stage 0 and one of stage 1; the sum is the
-            number of workers. Empty: one each.
+            number of workers. Empty: one each; "planned": chosen, and so are the cuts.
+        bandwidth: B, of each link, such as "1Gbit", for which replicas are planned; None: 10Gbit.
         rule: how a stage applies its gradient, instead of SGD with lr.
         cut: the names of the modules with which stages 1, 2, ... begin, as a list or as "h.4 h.8"; None: chosen.
         balance: what the largest stage has little of, if the cuts are chosen: work, time or parameters.
     """
+    if replicas != "planned":
+        refuse_unless(bandwidth is None, "bandwidth", bandwidth, "left out, unless replicas is 'planned'")
     if not replicas:
         versions = Aligned if vertical_sync else Stash
         return Streaming(rule or Sgd(lr), schedules.alternating, versions, cuts=Cuts(cut, balance))
-    counts = _counts(replicas)
     if vertical_sync:
         raise Refused("vertical_sync is True, but versions of replicated stages count rounds of different sizes")
+    if replicas == "planned":
+        return _planned("10Gbit" if bandwidth is None else bandwidth, rule or Sgd(lr), cut, balance)
+    counts = _counts(replicas)
     schedule = partial(schedules.round_robin, replicas=counts)
     return Replicated(rule or Sgd(lr), schedule, Stash, cuts=Cuts(cut, balance), replicas_of=counts)
+
+
+def _planned(bandwidth: float | str, rule: Rule, cut: Names, balance: Balance) -> Planned:
+    """The stages are not known before the run, so its schedule is that of one replica each until then."""
+    why = "left out: replicas is 'planned', which chooses the cuts"
+    refuse_unless(cut is None, "cut", cut, why)
+    refuse_unless(balance == "work", "balance", balance, why)
+    rate = bytes_per_second(bandwidth, "bandwidth")
+    refuse_unless(rate > 0, "bandwidth", bandwidth, "> 0")
+    return Planned(rule, partial(schedules.round_robin, replicas=()), Stash, bandwidth=rate)
 
 
 def _counts(replicas: Sequence[int] | str) -> tuple[int, ...]:
@@ -319,7 +347,7 @@ def _counts(replicas: Sequence[int] | str) -> tuple[int, ...]:
     try:
         counts = tuple(int(word) for word in words)
     except ValueError:
-        raise Refused(f"replicas is {replicas!r}, but must be whole numbers, such as '2,1'") from None
+        raise Refused(f"replicas is {replicas!r}, but must be whole numbers, such as '2,1', or 'planned'") from None
     refuse_unless(all(count >= 1 for count in counts), "replicas", replicas, "numbers >= 1")
     return counts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from manyhands.cli.output import console, print_table
 from manyhands.core.errors import Refused
-from manyhands.report.theme import bytes_text, share_text
+from manyhands.report.theme import bytes_text, plural, share_text
 
 if TYPE_CHECKING:
     from manyhands.core.task import Task
@@ -26,15 +26,18 @@ def cost_of(task: Task, method: str, workers: int, batch_size: int | None) -> Pi
     from manyhands.cost.pipelines import pipeline_cost  # here, because they import torch
     from manyhands.run.methods import strategy_of
     from manyhands.strategies.pipeline_plan import pipeline_plan
+    from manyhands.strategies.planned import Planned
 
-    strategy = strategy_of(method)
+    strategy, model, samples = strategy_of(method), task.build(0), batch_size or task.batch_size
+    if isinstance(strategy, Planned):
+        strategy = strategy.planned(model, workers, samples)
     plan = pipeline_plan(strategy, workers)
     if plan is None:
         raise Refused(
             f"{method} divides no model among its workers, but costs by rank are those of a pipeline: "
             f"gpipe, pipedream or others, or '{method}:team=piped(2)'"
         )
-    strategy.check(workers, 0, batch_size or task.batch_size, task.build(0))
+    strategy.check(workers, 0, samples, model)
     return pipeline_cost(task, plan, batch_size)
 
 
@@ -75,6 +78,11 @@ def sentences(task: str, method: str, cost: PipelineCost) -> Iterator[str]:
     """What the table shows, in words."""
     parts = f"{cost.micro_batches} micro-batches" if cost.micro_batches > 1 else "one piece"
     yield f"{method} on {task}: mini-batches of {cost.batch_size} samples in {parts}."
+    if cost.chosen:
+        begins = ["", *(f", from layer {name}," for name in cost.chosen["cut"].split())]
+        counts = [plural(replicas, "rank") for replicas in cost.chosen["stage_replicas"]]
+        stages = [f"stage {s}{pair[0]} on {pair[1]}" for s, pair in enumerate(zip(begins, counts, strict=True))]
+        yield f"Planned: {'; '.join(stages)}."
     yield (
         f"Its ranks are idle {share_text(cost.idle)} of the time, so that it is {cost.speedup:.2f} times as fast as "
         "one worker, if messages take no time."

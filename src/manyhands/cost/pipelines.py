@@ -13,7 +13,7 @@ Nothing is rounded up for messages in transit. What the method of a team keeps b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ class PipelineCost:
         micro_batches: into how many it is divided.
         idle: the share of all ranks' time in which they wait.
         speedup: how many times faster the pipeline is than one worker without messages.
+        chosen: as in `PipelinePlan`.
     """
 
     ranks: tuple[RankCost, ...]
@@ -88,6 +89,7 @@ class PipelineCost:
     micro_batches: int
     idle: float
     speedup: float
+    chosen: Mapping[str, Any]
 
 
 def pipeline_cost(task: Task, plan: PipelinePlan, batch_size: int | None = None) -> PipelineCost:
@@ -117,7 +119,8 @@ def pipeline_cost(task: Task, plan: PipelinePlan, batch_size: int | None = None)
         for rank, numbers in enumerate(plan.placed)
     ]
     speedup = samples * sum(one.total for one in work) / seconds
-    return PipelineCost(tuple(ranks), samples, count, _idle(sum(spent), plan.ranks * seconds), speedup)
+    idle = _idle(sum(spent), plan.ranks * seconds)
+    return PipelineCost(tuple(ranks), samples, count, idle, speedup, plan.chosen)
 
 
 def _idle(spent: float, seconds: float) -> float:

@@ -56,7 +56,7 @@ class Cuts:
         """The layers of an nn.Sequential; of other modules, or with chosen cuts, segments of their forward pass."""
         if isinstance(model, GivenStages):
             return self._given(model, count)
-        if _is_chain(model) and self.at is None and self.balance != "parameters":
+        if is_chain(model) and self.at is None and self.balance != "parameters":
             found = stages(model, count)
             if not shared_names(model, found):
                 return found
@@ -94,13 +94,14 @@ class Cuts:
 def _as_layers(model: nn.Module, found: Sequence[CutStage]) -> Sequence[nn.Module]:
     """The stages of a chain that is cut between its layers, which take one tensor; none if they are no such ones."""
     names, cuts = list(model._modules), found[0].plan.cuts
-    if not _is_chain(model) or not set(cuts) <= set(names) or shared_names(model, found):
+    if not is_chain(model) or not set(cuts) <= set(names) or shared_names(model, found):
         return []
     layers, firsts = list(model), [0, *map(names.index, cuts), len(model)]
     return [nn.Sequential(*layers[start:stop]) for start, stop in pairwise(firsts)]
 
 
-def _is_chain(model: nn.Module) -> TypeGuard[nn.Sequential]:
+def is_chain(model: nn.Module | None) -> TypeGuard[nn.Sequential]:
+    """Whether a model runs its layers one after another."""
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 

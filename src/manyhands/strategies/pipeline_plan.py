@@ -5,9 +5,10 @@ Of a method that divides a model into stages, by itself (streaming.py) or by its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +22,7 @@ from manyhands.splits.schedules import Rows, finite, picture
 from manyhands.splits.versions import StageWeights, Versions
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
+from manyhands.strategies.planned import Planned
 from manyhands.strategies.replicated import Replicated
 from manyhands.strategies.streaming import Streaming, pieces
 from manyhands.strategies.synthetic import Synthetic
@@ -47,6 +49,7 @@ class PipelinePlan:
         policy: which weights the passes see.
         every: micro-batches per update.
         rule: how a stage applies its gradient; None: the method keeps more than the state of a rule.
+        chosen: where stages begin and how many ranks each has, if the method has planned that.
     """
 
     ranks: int
@@ -60,10 +63,13 @@ class PipelinePlan:
     policy: Callable[[StageWeights], Versions] = Versions
     every: int = 1
     rule: Rule | None = None
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pipeline_plan(strategy: Strategy, workers: int) -> PipelinePlan | None:
-    """The plan of a method with so many workers; None if it is no pipeline."""
+    """The plan of a method with so many workers; None if it is no pipeline, or has no stages yet (planned.py)."""
+    if isinstance(strategy, Planned) and not strategy.replicas_of:
+        return None
     if isinstance(strategy, Streaming):
         return _of_stream(strategy, workers)
     if isinstance(strategy, Grid) and isinstance(strategy.team, Piped):
@@ -86,6 +92,7 @@ def _of_stream(strategy: Streaming, workers: int) -> PipelinePlan:
         policy=strategy.versions,
         every=strategy.micro_batches,
         rule=None if isinstance(strategy, Synthetic) else strategy.rule,
+        chosen=strategy.plan if isinstance(strategy, Planned) else {},
     )
 
 
