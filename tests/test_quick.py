@@ -35,7 +35,8 @@ def test_every_contract_suite_belongs_to_a_part():
 def test_every_suite_of_own_loops_belongs_to_their_part():
     suites = (quick.TESTS / "end_to_end").glob("test_*.py")
     own = {f"end_to_end/{path.name}" for path in suites if "manyhands.run.join" in path.read_text(encoding="utf-8")}
-    assert own <= {*quick.PARTS["loops"], "end_to_end/test_factors.py"}
+    others = {"end_to_end/test_factors.py", *quick.PARTS["teams"], *quick.PARTS["strategies"]}
+    assert own <= {*quick.PARTS["loops"], *others}
 
 
 def test_an_unknown_part_is_refused_with_the_known_ones():

@@ -317,6 +317,8 @@ KNOWS_SIZES = {
     "core/flat.py": "the layout of a model",
     "core/worker.py": "the memory of a worker",
     "core/send_guard.py": "what was lent",
+    "core/footprint.py": "ranks that refer to one model",
+    "strategies/grid.py": "parameters of several stages, which must be equal",
     "splits/cutting.py": "stages that cannot be compared with the model",
     "collectives/group.py": "memory to lend from",
     "collectives/shared.py": "shared memory",

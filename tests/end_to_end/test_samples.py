@@ -26,14 +26,20 @@ CASES = [
 ]
 ONE_GRADIENT = ["dc_asgd", "downpour", "dyn_sgd", "k_async", "k_batch_async", "ssp", "staleness_aware"]
 """Methods whose servers apply each gradient by itself."""
-ONE_MODEL = [name for name in catalog.pipelines.__all__ if name != "interleaved"]
+NARROW = {
+    "interleaved": {"stages": 1},  # three would have to divide the micro-batches of four samples
+    "filter_split": {"ranks": 1},  # there are no convolutions
+    "channel_split": {"ranks": 1},
+}
+ONE_MODEL = [name for name in (*catalog.pipelines.__all__, *catalog.slices.__all__) if name not in NARROW]
+ONE_MODEL.remove("mesh")
 KNOBS = {
     "agn": {"period": 2},
     "adag": {"period": 2},
     "bmuf": {"period": 2},
     "diloco": {"period": 2},
     "asysvrg": {"full_steps": 1, "inner_steps": 3},
-    "interleaved": {"stages": 1},  # three would have to divide the micro-batches of four samples
+    **NARROW,
 }
 EXPECTED = {
     "agn": [0, 8, 16, 24, 32, 40],  # a push is of two mini-batches

@@ -148,9 +148,11 @@ def test_a_task_of_your_own(tmp_path, monkeypatch, function, method):
     assert halves(result)
 
 
-def test_your_own_task_must_be_a_chain_for_a_pipeline_that_streams(tmp_path, monkeypatch):
+def test_your_own_task_needs_a_place_to_cut_for_each_stage(tmp_path, monkeypatch):
     (tmp_path / "moons.py").write_text(YOURS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "moons", raising=False)
-    with pytest.raises(mh.Refused, match=r"the model is a Net, but a pipeline needs an nn\.Sequential"):
-        mh.train("moons:whole", mh.pipedream())
+    with pytest.raises(
+        mh.Refused, match="the number of stages is 4, but must be <= 2, into which"
+    ):
+        mh.train("moons:whole", mh.pipedream(), cluster=mh.Cluster(4))

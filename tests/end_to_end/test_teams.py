@@ -113,7 +113,7 @@ def test_a_method_whose_parts_cannot_be_trained_separately_is_refused(name):
 
 def test_which_methods_are_refused():
     divided = {name.replace("_", "-") for name in (*catalog.pipelines.__all__, *catalog.slices.__all__)}
-    assert {"sandblaster", "backup-workers", "k-sync", "k-async"} | divided == REFUSED
+    assert {"sandblaster", "backup-workers", "k-sync", "k-async", "fully-sharded"} | divided == REFUSED
 
 
 @pytest.mark.parametrize(
