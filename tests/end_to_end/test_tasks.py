@@ -152,7 +152,5 @@ def test_your_own_task_needs_a_place_to_cut_for_each_stage(tmp_path, monkeypatch
     (tmp_path / "moons.py").write_text(YOURS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "moons", raising=False)
-    with pytest.raises(
-        mh.Refused, match="the number of stages is 4, but must be <= 2, into which"
-    ):
+    with pytest.raises(mh.Refused, match="the number of stages is 4, but must be <= 2, into which"):
         mh.train("moons:whole", mh.pipedream(), cluster=mh.Cluster(4))
