@@ -1,5 +1,6 @@
 """Every name of `manyhands list` with default settings, and what its card and its strategy say about a run of it."""
 
+import dataclasses
 import functools
 from contextlib import suppress
 
@@ -72,6 +73,16 @@ def fits(strategy, workers, servers=0):
 def workers_up_to(strategy, most):
     """As many as it can have: a pipeline has no more stages than there are layers."""
     return next(workers for workers in range(most, 0, -1) if fits(strategy, workers))
+
+
+def loop(name, methods=EVERY):
+    """What a method trains by: its ways and the kinds of its parts, but not its codec, its rule and its numbers."""
+    strategy = methods[name]()
+    parts = [getattr(strategy, one.name) for one in dataclasses.fields(strategy) if one.name not in ("codec", "rule")]
+    functions = [part.func if isinstance(part, functools.partial) else part for part in parts]
+    return type(strategy), *(
+        part if isinstance(part, str | bool) or callable(part) else type(part) for part in functions
+    )
 
 
 def one_of_each_file():

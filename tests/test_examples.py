@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from repeats import only
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -103,12 +106,19 @@ def test_plain_loop(tmp_path):
     assert told_apart(run(EXAMPLES / "plain_loop.py", cwd=tmp_path).stdout) > 85
 
 
+LAUNCHERS = {
+    "manyhands run": ("manyhands.cli", "run", "-n", "2"),
+    "torchrun": ("torch.distributed.run", "--nproc-per-node", "2"),
+}
+
+
 @pytest.mark.parametrize(
-    "launcher",
-    [("manyhands.cli", "run", "-n", "2"), ("torch.distributed.run", "--nproc-per-node", "2")],
-    ids=["manyhands run", "torchrun"],
+    ("name", "launcher"),
+    only(
+        lambda case: case in [("own_loop.py", "manyhands run"), ("lightning_or_fabric.py", "torchrun")],
+        product(["own_loop.py", "lightning_or_fabric.py"], LAUNCHERS),
+    ),
 )
-@pytest.mark.parametrize("name", ["own_loop.py", "lightning_or_fabric.py"])
 def test_own_loop(name, launcher, tmp_path):
-    done = run("-m", *launcher, EXAMPLES / name, cwd=tmp_path)
+    done = run("-m", *LAUNCHERS[launcher], EXAMPLES / name, cwd=tmp_path)
     assert told_apart(done.stdout) > 85, "and the lead alone speaks"

@@ -12,6 +12,7 @@ from subprocess import PIPE
 
 import pytest
 
+from repeats import every
 from scripts_in_a_row import BATCH, METHODS, SCRIPTS
 
 pytestmark = pytest.mark.timeout(180)
@@ -159,7 +160,7 @@ def result(ranks):
     return float(ranks[0]["lines"][-1].split()[-1])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every(3, NAMES))
 def test_other_methods_train_the_scripts(name, tmp_path):
     """They begin with a loss of about ln(classes), and end with a smaller one."""
     found = in_a_row(tmp_path, MANYHANDS, [[name, "--method", method, *SMALL[name]] for method in METHODS])

@@ -34,6 +34,7 @@ from manyhands.core.flat import Span
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.faults import Die, SlowLink
 from manyhands.virtual.world import simulate
+from repeats import repeated
 
 CODECS = {
     "raw": Raw(),
@@ -280,7 +281,7 @@ def test_stripes_of_raw_numbers_cost_as_much_as_a_ring():
 
 @every_loss
 @pytest.mark.parametrize("spans", [[WHOLE], CUT], ids=["whole", "cut"])
-@pytest.mark.parametrize("P", [1, 3, 4])
+@pytest.mark.parametrize("P", [1, 3, repeated(4)])
 def test_sums_and_what_workers_and_owners_have_left_are_all_there_was(codec, spans, P):
     run = added(P, lambda w: Stripes(w, codec), steps=50, spans=spans)
     workers, owners = left(states_of(run), "memory"), left(states_of(run), "owner")

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import manyhands as mh
 import manyhands.virtual.kernel
-from every_method import EVERY
+from every_method import EVERY, loop
 from manyhands import catalog
 from manyhands.codecs import Half, Raw
 from manyhands.collectives.plain import PlainCollective
@@ -39,6 +39,7 @@ from manyhands.strategies.grid import Grid
 from manyhands.virtual.closed_form_collectives import ClosedFormCollective
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.world import simulate
+from repeats import one_of_each
 
 PACKAGE = Path(mh.__file__).parent
 N = 1000
@@ -222,7 +223,7 @@ def written(monkeypatch):
     return mode
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", one_of_each(loop, EVERY))
 def test_what_a_method_writes_by_itself_is_charged(name, written):
     """At most two passes are written for each that is charged: torch makes temporary vectors, memory sees one pass."""
     for cluster in clusters(name):
@@ -264,7 +265,7 @@ SIZES_VARY = {"sparcml", "strom"}
 """The size of what they send depends on the numbers, and is an estimate without them."""
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", one_of_each(loop, EVERY))
 def test_sizes_alone_are_enough_to_know_the_time(name):
     for cluster in clusters(name):
         if name in NEED_NUMBERS:

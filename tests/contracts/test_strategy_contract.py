@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
+from every_method import loop
 from manyhands import catalog
 from manyhands.core.strategy import OPTIONAL, Strategy
+from repeats import one_of_each
 
 METHODS = {
     **{name.replace("_", "-"): getattr(mh, name) for name in catalog.__all__},
@@ -24,6 +26,7 @@ METHODS = {
     "channel-split": lambda: mh.channel_split(ranks=1),
 }
 METHOD = pytest.mark.parametrize("method", METHODS)
+LOOP = pytest.mark.parametrize("method", one_of_each(lambda name: loop(name, METHODS), METHODS))
 
 
 def blobs(samples=96):
@@ -50,7 +53,7 @@ def slots(method):
         yield mh.Cluster(workers=3, servers=2, latency="1ms", bandwidth="100Mbit")
 
 
-@METHOD
+@LOOP
 def test_the_same_seed_gives_the_same_bits_and_times(method):
     for cluster in slots(method):
         one, two, other = (
@@ -60,7 +63,7 @@ def test_the_same_seed_gives_the_same_bits_and_times(method):
         assert [line for line in one.records if "loss" in line] == [line for line in two.records if "loss" in line]
 
 
-@METHOD
+@LOOP
 def test_the_loss_falls(method):
     steps = 240 if method in ("weight-copies", "dni") else 80  # a copy has one seventh; errors are to be learned first
     result = mh.train(blobs(), METHODS[method](), cluster=mh.Cluster(workers=4), steps=steps, batch_size=16)

@@ -12,6 +12,7 @@ import manyhands as mh
 from every_method import METHODS
 from manyhands.core.method_index import methods
 from manyhands.tasks import load
+from repeats import only
 
 PIPELINES = [name for name, method in methods().items() if method.family == "pipelines"]
 NAMES = [
@@ -22,6 +23,8 @@ RATES = {"spectrain": 0.02, "dni": 0.03, "weight-copies": 0.3}
 """Where 0.1 is not the best one: SpecTrain has momentum, a copy has few mini-batches, and predicted errors add up."""
 LOST = {("weight-copies", 4): 0.03, ("dni", 2): 0.06, ("dni", 4): 0.13}
 """The accuracy that is lost after 400 mini-batches of digits, as the cards of these methods state; 0.02 for others."""
+REPEATED = ("small-batch-pipeline", "pipedream-2bw", "gpipe", "one-f-one-b", "zero-bubble")
+"""Their weights or versions are compared elsewhere with those of SGD or of a pipeline that stays here."""
 STEPS = 400
 
 
@@ -47,7 +50,7 @@ def test_there_are_thirteen_pipelines_with_a_paper_each():
         assert facts["file"].startswith("src/manyhands/") and facts["paper"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", only(lambda name: name not in REPEATED, NAMES))
 def test_every_pipeline_learns_digits_with_four_stages(name):
     found = mh.train("digits", strategy(name), cluster=mh.Cluster(ranks(name, 4)), steps=STEPS)
     assert found.test_accuracy > sgd() - LOST.get((name, 4), 0.02)

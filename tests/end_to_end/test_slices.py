@@ -21,6 +21,7 @@ from manyhands.splits.piped import Piped
 from manyhands.splits.sliced import Sliced
 from manyhands.virtual.cluster import Cluster
 from manyhands.virtual.world import simulate
+from repeats import every
 
 SIZES = [2, 3, 4]
 
@@ -370,7 +371,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", every(2, TRAINED))
 def test_digits_are_learned_over_teams_of_slices(name):
     make, on, kind = TRAINED[name]
     team = Sliced(2, "neurons") if kind == "neurons" else Piped(2, 2, of=Sliced(2))

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import TensorDataset
 
 import manyhands as mh
-from every_method import EVERY
+from every_method import EVERY, loop
 from manyhands import catalog
 from manyhands.core.footprint import footprint
 from manyhands.core.recipe import recipe_of
@@ -20,6 +20,7 @@ from manyhands.rules.schedules import StepDecay
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.grid import Grid
 from manyhands.tasks import load
+from repeats import every, one_of_each, only
 
 from .small import chain, model, steps_of, task
 
@@ -78,7 +79,7 @@ def test_over_teams_a_method_is_itself_with_as_many_workers(name):
     assert teams.samples == alone.samples
 
 
-@pytest.mark.parametrize("name", OVER_TEAMS)
+@pytest.mark.parametrize("name", one_of_each(loop, OVER_TEAMS))
 def test_every_method_trains_over_teams(name):
     result = run(EVERY[name](), of="digits", steps=60)
     first = [loss for (_, step), loss in losses(result).items() if step == 1]
@@ -267,7 +268,7 @@ def saved(name, tmp_path, **settings):
     return result, tmp_path / "checkpoints" / "step-00000006"
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", every(3, EQUAL))
 def test_a_run_over_teams_is_resumed_with_the_same_teams_with_others_or_without(name, tmp_path):
     whole, at_six = saved(name, tmp_path)
     assert difference(run(EVERY[name](), resume=at_six), whole) == 0
@@ -275,13 +276,13 @@ def test_a_run_over_teams_is_resumed_with_the_same_teams_with_others_or_without(
     assert difference(run(EVERY[name](), workers=2, team=None, resume=at_six), whole) < 1e-12
 
 
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", every(3, EQUAL))
 def test_a_run_without_teams_is_resumed_over_teams(name, tmp_path):
     whole, at_six = saved(name, tmp_path, workers=2, team=None)
     assert difference(run(EVERY[name](), resume=at_six), whole) < 1e-12
 
 
-@pytest.mark.parametrize("name", [name for name in OVER_TEAMS if name not in EQUAL])
+@pytest.mark.parametrize("name", every(3, [name for name in OVER_TEAMS if name not in EQUAL]))
 def test_every_other_method_is_resumed_over_teams(name, tmp_path):
     _, at_six = saved(name, tmp_path)
     for settings in ({}, {"workers": 6}, {"workers": 2, "team": None}):
@@ -293,8 +294,12 @@ def test_every_other_method_is_resumed_over_teams(name, tmp_path):
 # -- a lost member takes its team along -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rank", [0, *(pytest.param(rank, marks=pytest.mark.soak) for rank in (1, 2, 4, 5)), 3])
-@pytest.mark.parametrize("name", SURVIVORS)
+LOST = [(name, rank) for name in SURVIVORS for rank in range(6)]
+ONE_OF_EACH = {*zip(SURVIVORS, (0, 3, 0, 3, 0, 3), strict=True)}
+"""The first rank of the first team or the second one of the second."""
+
+
+@pytest.mark.parametrize(("name", "rank"), only(lambda case: case in ONE_OF_EACH, LOST))
 def test_a_lost_member_takes_its_team_along_and_the_others_continue(name, rank):
     """Whenever it is lost: in a forward pass, a backward pass, a pull, an exchange, a grant, or at the end."""
     (make, place), mate = SURVIVORS[name], rank ^ 1

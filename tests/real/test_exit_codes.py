@@ -1,8 +1,11 @@
 """The exit code of `manyhands run`: that of the script wherever it ends, and never 0 if no rank has trained."""
 
 import re
+from itertools import product
 
 import pytest
+
+from repeats import every, only
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -39,6 +42,10 @@ for step, (x, y) in enumerate(loader):
 {after}
 """
 PLACES = ("before", "between", "inside", "after")
+FORMS = {"with": WITH, "prepared": PREPARED}
+SEEN = [("with", "before"), ("prepared", "between"), ("with", "inside"), ("prepared", "after")]
+LEFT = [("with", "bsp"), ("prepared", "diloco")]
+"""Each place, form and method once; the other pairs repeat them."""
 
 
 @pytest.fixture
@@ -58,17 +65,15 @@ def ours(lines):
     return [line for line in lines if line.startswith("manyhands: ")]
 
 
-@pytest.mark.parametrize("form", [WITH, PREPARED], ids=["with", "prepared"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("form", "place"), only(lambda case: case in SEEN, product(FORMS, PLACES)))
 def test_the_exit_code_of_all_ranks_is_that_of_the_run(form, place, ends):
-    code, _ = ends(form, place, "sys.exit(7)")
+    code, _ = ends(FORMS[form], place, "sys.exit(7)")
     assert code == 7
 
 
-@pytest.mark.parametrize("form", [WITH, PREPARED], ids=["with", "prepared"])
-@pytest.mark.parametrize("place", ["between", "inside"])
+@pytest.mark.parametrize(("form", "place"), only(lambda case: case in SEEN, product(FORMS, ["between", "inside"])))
 def test_one_rank_that_exits_ends_the_others_and_is_named(form, place, ends):
-    assert ends(form, place, "if rank == 1: sys.exit(7)") == (7, ["manyhands: rank 1 failed: SystemExit: 7"])
+    assert ends(FORMS[form], place, "if rank == 1: sys.exit(7)") == (7, ["manyhands: rank 1 failed: SystemExit: 7"])
 
 
 def test_so_does_one_that_fails_beside_a_server(ends):
@@ -78,7 +83,7 @@ def test_so_does_one_that_fails_beside_a_server(ends):
     assert ours(lines) == ["manyhands: rank 1 failed: ZeroDivisionError: division by zero"]
 
 
-@pytest.mark.parametrize("place", ["between", "inside", "after"])
+@pytest.mark.parametrize("place", every(2, ["between", "inside", "after"]))
 def test_a_failure_in_a_prepared_script_is_said_once(place, ends):
     code, lines = ends(PREPARED, place, "if rank == 1: 1 / 0")
     assert code == 1
@@ -96,7 +101,7 @@ def test_a_run_that_every_rank_has_left_early_is_not_a_success(act, code, ends):
     assert ends(WITH, "between", act)[0] == code
 
 
-@pytest.mark.parametrize("act", ["sys.exit()", "sys.exit(0)"])
+@pytest.mark.parametrize("act", every(2, ["sys.exit()", "sys.exit(0)"]))
 def test_a_prepared_script_may_end_by_sys_exit(act, ends):
     assert ends(PREPARED, "after", act) == (0, [])
 
@@ -105,10 +110,9 @@ def test_an_exit_that_the_script_catches_is_none(ends):
     assert ends(PREPARED, "inside", "\n        try: sys.exit(7)\n        except SystemExit: pass") == (0, [])
 
 
-@pytest.mark.parametrize("form", [WITH, PREPARED], ids=["with", "prepared"])
-@pytest.mark.parametrize("method", ["bsp", "diloco"])
+@pytest.mark.parametrize(("form", "method"), only(lambda case: case in LEFT, product(FORMS, ["bsp", "diloco"])))
 def test_a_rank_that_leaves_a_loop_in_lock_step_early_ends_the_run_and_is_named(form, method, ends):
-    code, lines = ends(form, "inside", "if rank == 1: break", method)
+    code, lines = ends(FORMS[form], "inside", "if rank == 1: break", method)
     assert code == 1
     found = re.fullmatch(
         r"manyhands: rank [01] .*, but rank [01] ended its loop after \d: workers in lock step .*", lines[-1]
