@@ -79,10 +79,8 @@ def loop(name, methods=EVERY):
     """What a method trains by: its ways and the kinds of its parts, but not its codec, its rule and its numbers."""
     strategy = methods[name]()
     parts = [getattr(strategy, one.name) for one in dataclasses.fields(strategy) if one.name not in ("codec", "rule")]
-    functions = [part.func if isinstance(part, functools.partial) else part for part in parts]
-    return type(strategy), *(
-        part if isinstance(part, str | bool) or callable(part) else type(part) for part in functions
-    )
+    ways = [part.func if isinstance(part, functools.partial) else part for part in parts]
+    return type(strategy), *(way if isinstance(way, str | bool) or callable(way) else type(way) for way in ways)
 
 
 def one_of_each_file():

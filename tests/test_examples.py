@@ -6,12 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 
-from repeats import only
+from repeats import diagonals
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -112,13 +111,7 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "launcher"),
-    only(
-        lambda case: case in [("own_loop.py", "manyhands run"), ("lightning_or_fabric.py", "torchrun")],
-        product(["own_loop.py", "lightning_or_fabric.py"], LAUNCHERS),
-    ),
-)
+@pytest.mark.parametrize(("name", "launcher"), diagonals(2, ["own_loop.py", "lightning_or_fabric.py"], LAUNCHERS))
 def test_own_loop(name, launcher, tmp_path):
     done = run("-m", *LAUNCHERS[launcher], EXAMPLES / name, cwd=tmp_path)
     assert told_apart(done.stdout) > 85, "and the lead alone speaks"

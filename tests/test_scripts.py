@@ -36,6 +36,7 @@ LOSS_BELOW_CHANCE = {"resnet_mnist": 1.8, "gpt_shakespeare": 4.0, "huggingface_s
 MANYHANDS = ("manyhands.cli", "run", "--no-prefix", "-n", "2")
 ALONE = ("manyhands.cli", "run", "-n", "1")
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+LAUNCHERS = {"manyhands run": MANYHANDS, "torchrun": TORCHRUN}
 
 
 def alone():
@@ -117,10 +118,10 @@ def with_ddp(tmp_path_factory):
     return in_a_row(tmp_path_factory.mktemp("ddp"), TORCHRUN, small("ddp_"))
 
 
-@pytest.mark.parametrize("launcher", [MANYHANDS, TORCHRUN], ids=["manyhands run", "torchrun"])
+@pytest.mark.parametrize("launcher", every(2, LAUNCHERS))
 def test_the_weights_equal_those_of_ddp_after_every_step_to_the_last_bit(launcher, with_ddp, tmp_path):
     """With groups, schedules, clipping, bf16, accumulation and tied weights in force."""
-    ours = in_a_row(tmp_path, launcher, small())
+    ours = in_a_row(tmp_path, LAUNCHERS[launcher], small())
     for name, ranks, peers in zip(NAMES, ours, with_ddp, strict=True):
         first, second, *theirs = (one["digests"] for one in (*ranks, *peers))
         assert len(first) == len(set(first)) > 20, f"{name} took {len(first)} steps"

@@ -265,7 +265,7 @@ SIZES_VARY = {"sparcml", "strom"}
 """The size of what they send depends on the numbers, and is an estimate without them."""
 
 
-@pytest.mark.parametrize("name", one_of_each(loop, EVERY))
+@pytest.mark.parametrize("name", EVERY)
 def test_sizes_alone_are_enough_to_know_the_time(name):
     for cluster in clusters(name):
         if name in NEED_NUMBERS:

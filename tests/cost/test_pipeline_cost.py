@@ -20,6 +20,7 @@ from manyhands.splits import schedules
 from manyhands.strategies.pipeline_plan import pipeline_plan
 from manyhands.strategies.streaming import FULL
 from manyhands.tasks import load
+from repeats import diagonals
 
 METHODS = {
     "gpipe": mh.gpipe,
@@ -109,8 +110,7 @@ def assert_alike(cost, lines):
             assert getattr(rank, kind) == pytest.approx(line[kind], rel=0.1), (rank.rank, kind)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("of", TASKS)
+@pytest.mark.parametrize(("of", "name"), diagonals(3, TASKS, METHODS))
 def test_a_prediction_is_what_a_run_measures(of, name):
     workers, task = 2 if name == "interleaved" else 3, TASKS[of]()
     for rule in (Sgd(0.01), Adam(0.01)):

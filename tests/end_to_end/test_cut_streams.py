@@ -15,6 +15,7 @@ from manyhands.rules import Momentum, Sgd
 from manyhands.run.methods import strategy_of
 from manyhands.splits.data import Share
 from manyhands.tasks import load
+from repeats import diagonals
 
 from . import small
 from .test_cut_teams import difference, images, task, words
@@ -72,8 +73,7 @@ def test_a_gpt_is_trained_as_the_chain_of_its_layers_is(method):
     assert difference(layers, plain) == 0, "the layers are divided at the same places"
 
 
-@every
-@pytest.mark.parametrize("model", ["gpt, loss inside", "u-net", "resnet"])
+@pytest.mark.parametrize(("method", "model"), diagonals(3, EVERY, ["gpt, loss inside", "u-net", "resnet"]))
 def test_every_method_trains_every_model(method, model):
     data = {
         "gpt, loss inside": task(Gpt, words(), None),

@@ -8,6 +8,7 @@ from torch import nn
 
 import manyhands as mh
 from manyhands.tasks import load
+from repeats import diagonals
 
 from .small import METHODS, ONE_HOST, SERVED, model, steps_of, task
 
@@ -116,9 +117,7 @@ def test_all_workers_lost(method):
 # -- a lost server ----------------------------------------------------------------------------------
 
 
-@LOST
-@pytest.mark.parametrize("rank", [4, 5])
-@pytest.mark.parametrize("method", SERVED)
+@pytest.mark.parametrize(("method", "rank", "kind"), diagonals(3, SERVED, [4, 5], KINDS))
 def test_a_lost_server_ends_the_run(method, rank, kind):
     fault = kind(rank, run(method, "servers").seconds / 4)
     with pytest.raises(mh.PeerLost) as caught:
@@ -126,9 +125,7 @@ def test_a_lost_server_ends_the_run(method, rank, kind):
     assert (caught.value.rank, caught.value.why) == (rank, fault.why)
 
 
-@LOST
-@VICTIM
-@pytest.mark.parametrize("method", SERVED)
+@pytest.mark.parametrize(("method", "rank", "kind"), diagonals(3, SERVED, [0, 2], KINDS))
 def test_a_shard_dies_with_the_worker_that_keeps_it(method, rank, kind):
     """Without server ranks, on hosts of their own, every worker keeps a shard."""
     fault = kind(rank, run(method).seconds / 4)

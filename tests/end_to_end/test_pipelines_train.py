@@ -23,8 +23,8 @@ RATES = {"spectrain": 0.02, "dni": 0.03, "weight-copies": 0.3}
 """Where 0.1 is not the best one: SpecTrain has momentum, a copy has few mini-batches, and predicted errors add up."""
 LOST = {("weight-copies", 4): 0.03, ("dni", 2): 0.06, ("dni", 4): 0.13}
 """The accuracy that is lost after 400 mini-batches of digits, as the cards of these methods state; 0.02 for others."""
-REPEATED = ("small-batch-pipeline", "pipedream-2bw", "gpipe", "one-f-one-b", "zero-bubble")
-"""Their weights or versions are compared elsewhere with those of SGD or of a pipeline that stays here."""
+REPEATED = ("small-batch-pipeline", "one-f-one-b", "interleaved", "zero-bubble")
+"""Pipelined back-propagation with smaller mini-batches, and what flushes like GPipe."""
 STEPS = 400
 
 

@@ -19,6 +19,7 @@ from manyhands.core.flat import Flat
 from manyhands.core.work import work_of
 from manyhands.splits.data import Share
 from manyhands.tasks import load
+from repeats import diagonals
 
 from .small import METHODS, SERVED, chain, losses, steps_of, task
 
@@ -480,8 +481,9 @@ def test_any_optimizer_of_torch_does_in_bsp_and_at_a_server_what_it_does_alone(k
     close(served.weights, by_hand(data, 1, 12, alone)[0], 1e-5)
 
 
-@pytest.mark.parametrize("place", [{}, {"servers": 1}, {"hosts": 1}], ids=str)
-@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
+@pytest.mark.parametrize(
+    ("kind", "place"), diagonals(2, ["Adam", "Adafactor"], [{}, {"servers": 1}, {"hosts": 1}]), ids=str
+)
 def test_optimizers_of_torch_train_behind_any_kind_of_shard(kind, place):
     rule = rules.Torch(kind, lr=0.02)
     result = mh.train(task(), mh.ssp(rule=rule), cluster=mh.Cluster(workers=3, **place), steps=120)

@@ -16,6 +16,7 @@ from manyhands.core.state import named
 from manyhands.core.strategy import Strategy, Traits
 from manyhands.rules import Adam, Momentum, Sgd, Torch, by_name
 from manyhands.runtime.checkpoint import load_checkpoint
+from repeats import diagonals
 
 from .small import METHODS, SERVED, steps_of, task
 
@@ -71,8 +72,7 @@ def assert_same(one, other):
 # -- equal to the last bit ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("method", EXACT)
+@pytest.mark.parametrize(("method", "rule"), diagonals(2, EXACT, RULES))
 def test_a_resumed_run_equals_one_that_never_stopped(method, rule, tmp_path):
     never = run(method, rule=rule)
     whole = run(method, rule=rule, train=saving(tmp_path / "whole"))
@@ -345,8 +345,7 @@ def test_steps_and_data_continue_where_each_worker_was(tmp_path):
 # -- another number of workers --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [2, 3, 6])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "workers"), diagonals(3, METHODS, [2, 3, 6]))
 def test_another_number_of_workers_continues_from_the_samples_consumed(method, workers, tmp_path):
     workers = min(workers, 4) if method in ("gpipe", "pipedream") else workers
     run(method, steps=6, train=saving(tmp_path))

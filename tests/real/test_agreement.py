@@ -8,7 +8,7 @@ import pytest
 
 import manyhands as mh
 from every_method import EVERY, GOOD, links, one_of_each_file, replicas
-from repeats import only
+from repeats import diagonals, only
 
 from .tools import Strike, small, struck, together
 
@@ -29,16 +29,16 @@ def virtual(method, workers, hosts=None):
 # -- to the last bit ----------------------------------------------------------------------------------
 
 
-@LINKS
-@pytest.mark.parametrize(
-    ("method", "workers"),
-    [
-        *[("bsp", 2), ("bsp-server", 2), ("bsp-server", 3), ("d-psgd", 2), ("d-psgd", 3)],
-        *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("ddg", 3), ("weight-copies", 2), ("dni", 3)],
-        ("terngrad with one scale", 3),
-    ],
-)
-def test_lock_step_gives_the_same_bits_in_both_worlds(method, workers, link, quickly):
+IN_LOCK_STEP = [
+    *[("bsp", 2), ("bsp-server", 2), ("bsp-server", 3), ("d-psgd", 2), ("d-psgd", 3)],
+    *[("gpipe", 2), ("gpipe", 3), ("pipedream", 2), ("ddg", 3), ("weight-copies", 2), ("dni", 3)],
+    ("terngrad with one scale", 3),
+]
+
+
+@pytest.mark.parametrize(("case", "link"), diagonals(2, IN_LOCK_STEP, ["shm", "tcp"]), ids=str)
+def test_lock_step_gives_the_same_bits_in_both_worlds(case, link, quickly):
+    method, workers = case
     strategy = EVERY[method]()
     real = mh.train("digits", strategy, workers=workers, link=link, steps=STEPS)
     assert real.weights_sha256 == virtual(method, workers)

@@ -1,11 +1,10 @@
 """The exit code of `manyhands run`: that of the script wherever it ends, and never 0 if no rank has trained."""
 
 import re
-from itertools import product
 
 import pytest
 
-from repeats import every, only
+from repeats import diagonals, every
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,9 +42,6 @@ for step, (x, y) in enumerate(loader):
 """
 PLACES = ("before", "between", "inside", "after")
 FORMS = {"with": WITH, "prepared": PREPARED}
-SEEN = [("with", "before"), ("prepared", "between"), ("with", "inside"), ("prepared", "after")]
-LEFT = [("with", "bsp"), ("prepared", "diloco")]
-"""Each place, form and method once; the other pairs repeat them."""
 
 
 @pytest.fixture
@@ -65,13 +61,13 @@ def ours(lines):
     return [line for line in lines if line.startswith("manyhands: ")]
 
 
-@pytest.mark.parametrize(("form", "place"), only(lambda case: case in SEEN, product(FORMS, PLACES)))
+@pytest.mark.parametrize(("form", "place"), diagonals(2, FORMS, PLACES))
 def test_the_exit_code_of_all_ranks_is_that_of_the_run(form, place, ends):
     code, _ = ends(FORMS[form], place, "sys.exit(7)")
     assert code == 7
 
 
-@pytest.mark.parametrize(("form", "place"), only(lambda case: case in SEEN, product(FORMS, ["between", "inside"])))
+@pytest.mark.parametrize(("form", "place"), diagonals(2, FORMS, ["between", "inside"]))
 def test_one_rank_that_exits_ends_the_others_and_is_named(form, place, ends):
     assert ends(FORMS[form], place, "if rank == 1: sys.exit(7)") == (7, ["manyhands: rank 1 failed: SystemExit: 7"])
 
@@ -110,7 +106,7 @@ def test_an_exit_that_the_script_catches_is_none(ends):
     assert ends(PREPARED, "inside", "\n        try: sys.exit(7)\n        except SystemExit: pass") == (0, [])
 
 
-@pytest.mark.parametrize(("form", "method"), only(lambda case: case in LEFT, product(FORMS, ["bsp", "diloco"])))
+@pytest.mark.parametrize(("form", "method"), diagonals(2, FORMS, ["bsp", "diloco"]))
 def test_a_rank_that_leaves_a_loop_in_lock_step_early_ends_the_run_and_is_named(form, method, ends):
     code, lines = ends(FORMS[form], "inside", "if rank == 1: break", method)
     assert code == 1

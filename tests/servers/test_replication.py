@@ -19,6 +19,7 @@ from manyhands.runtime.checkpoint import load_checkpoint
 from manyhands.servers import ServerSetup, connect, serve
 from manyhands.strategies.server import Server
 from manyhands.virtual.world import simulate
+from repeats import diagonals
 
 WORKERS, STEPS = 3, 4
 CLUSTER = {"workers": WORKERS, "speeds": [1, 0.6, 1.4], "jitter": 0.2, "latency": "300us", "bandwidth": "10Mbit"}
@@ -135,8 +136,7 @@ def test_a_bulk_run_without_one_of_its_servers_gives_the_same_bits(method, serve
     assert hurt > len(times) * 3 // 4
 
 
-@pytest.mark.parametrize("servers", [2, 3])
-@pytest.mark.parametrize("method", COUNTED)
+@pytest.mark.parametrize(("method", "servers"), diagonals(2, COUNTED, [2, 3]))
 def test_every_mini_batch_counts_once_whichever_server_dies(method, servers):
     whole = run(COUNTED[method](), counting, servers)
     assert counts(whole) == [WORKERS * STEPS] * 12
