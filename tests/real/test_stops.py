@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -124,6 +125,21 @@ def interrupt_once(w, batch):
     os.kill(os.getppid(), signal.SIGINT)
     until(lambda: w.transport.control.finishing)
     return batch
+
+
+def test_a_signal_that_another_thread_of_the_launcher_gets_is_noticed(tmp_path):
+    """It does not end the wait of the main thread, in which Python handles it."""
+    out = tmp_path / "out"
+
+    def interrupt_from_here():
+        until(lambda: trains(out))
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    other = threading.Thread(target=interrupt_from_here)
+    other.start()
+    with pytest.raises(KeyboardInterrupt, match=r"^the run was stopped at step \d+ and saved: resume="):
+        mh.train(small(), mh.bsp(lr=0.01), workers=2, steps=10**6, out=out)
+    other.join()
 
 
 def test_an_interrupt_is_raised_when_the_run_is_saved(tmp_path):

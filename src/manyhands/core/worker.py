@@ -254,6 +254,11 @@ class Worker:
         self.pass_thread = self.pass_thread or PassThread(self.waiting_in_forward)
         return self.pass_thread
 
+    def end_passes(self) -> None:
+        """No pass follows: end the thread that they run in, if there is one."""
+        if self.pass_thread is not None:
+            self.pass_thread.end()
+
     def _differentiate(self, batch: Batch) -> float:
         with torch.enable_grad():
             loss = self.task.loss_of(self.model, batch)

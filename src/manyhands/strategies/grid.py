@@ -225,6 +225,7 @@ class Grid(Strategy):
     def finish(self, w: Worker) -> None:
         with self._as_column(w):
             self.outer.finish(self.me)
+        self.me.end_passes()
 
     def answer(self, w: Worker) -> Weights | None:
         """The answers of all columns, joined by parameter name."""

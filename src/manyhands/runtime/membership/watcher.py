@@ -36,6 +36,8 @@ PATIENCE = 30.0
 """Seconds in which ranks that were asked to stop must do so."""
 LOOP_PATIENCE = 9.0
 """The same for a user's own loop, unless it has reported that it knows of the stop: then it may save in peace."""
+TICK = 0.2
+"""Seconds after which a waiting owner looks for signals: one that another thread got does not end its wait."""
 STOPPED = 128 + signal.SIGTERM
 """The exit code of a run that was asked to stop."""
 
@@ -115,7 +117,8 @@ class Watcher:
     def wait(self) -> None:
         """All ranks have been started: wait until they have ended."""
         self.loop.post(self._may_end)
-        self._done.wait()
+        while not self._done.wait(TICK):
+            pass  # signal handlers run here, in the main thread
         if self._error is not None:
             raise self._error
 

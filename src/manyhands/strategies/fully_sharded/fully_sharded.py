@@ -86,7 +86,7 @@ class FullySharded(Strategy):
 
     def finish(self, w: Worker) -> None:
         """There are no more passes."""
-        w.wait_in_passes().end()
+        w.end_passes()
 
     def answer(self, w: Worker) -> Weights | None:
         """The whole model, on the lead."""
